@@ -95,7 +95,7 @@ def _ls(given: argparse.Namespace) -> int:
         except (SpecError, JournalDamaged) as error:  # the others are listed all the same
             print(f"elastic: run '{name}' is left out: {error}", file=sys.stderr)
             continue
-        rows.append(run_tables.Row(view, api.holder(run.storage), find_runs.age_s(run), name))
+        rows.append(run_tables.Row(view, api.holder(run.storage), run.age_s(), name))
     show(
         given,
         [row.plain() for row in rows],

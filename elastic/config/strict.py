@@ -5,6 +5,7 @@ and none that is larger than anybody can mean. (Files of YAML: catalog/bounded_y
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -26,6 +27,21 @@ GB_MOST = 1e9
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The keys and values of somebody else's file; none where it has something else there."""
+    return value if isinstance(value, dict) else {}
+
+
+def listed(value: Any) -> Sequence[Any]:
+    """Likewise the entries of a list."""
+    return value if isinstance(value, list) else ()
+
+
+def whole(value: Any, otherwise: int = 0) -> int:
+    """Likewise a whole number that is not below 0."""
+    return value if isinstance(value, int) and value >= 0 else otherwise
 
 
 def finite(value: Any) -> float | None:

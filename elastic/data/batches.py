@@ -67,8 +67,7 @@ def batch_of(
         batch = collate(items)
         return batch if len(ids) else {key: value[:0] for key, value in batch.items()}
     except Exception as error:  # a boundary: the user's dataset may raise anything
-        text = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
-        raise Unread(sample, text) from error
+        raise Unread.of(sample, error) from error
 
 
 def item_of(dataset: Any, sample: int, length: int | None) -> Any:
@@ -137,6 +136,11 @@ class Unread(Exception):
     def __init__(self, sample: int | None, text: str) -> None:
         super().__init__(sample, text)
         self.sample, self.text = sample, text
+
+    @classmethod
+    def of(cls, sample: int | None, error: Exception) -> Unread:
+        text = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
+        return cls(sample, text)
 
     def at(self, step: int) -> ProgramError:
         where = (

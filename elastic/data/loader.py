@@ -130,14 +130,10 @@ class Loader:
         if self._next == self._wanted:
             return True
         ready = sum(_n_bytes(found) for found in self._ready.values())
-        # until the first batch is there nobody knows how large they are: one for each reader
-        unknown = not self._batch_bytes
-        others = len(self._reading) + 1
-        return (
-            ready + others * self._batch_bytes <= self._most_bytes
-            if not unknown
-            else others <= len(self._threads)
-        )
+        reading = len(self._reading) + 1
+        if not self._batch_bytes:  # nobody knows yet how large they are: one for each reader
+            return reading <= len(self._threads)
+        return ready + reading * self._batch_bytes <= self._most_bytes
 
     def _run(self, reader: Reader | None) -> None:
         while True:

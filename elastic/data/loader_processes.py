@@ -15,14 +15,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 from elastic.data.batches import Unread, batch_of, collated, stack_arrays
 from elastic.data.budget import Microbatch
-from elastic.errors import ElasticError, ProgramError
+from elastic.errors import ProgramError
 from elastic.types import Job
 
 GOODBYE_S = 2.0
@@ -33,19 +32,13 @@ class LoaderLost(OSError):
     """A loader process is gone. What it was reading is not: another one reads it."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a loader process opens the data: plain, so that it can be sent."""
-
-    job: Job
-
-
 class Reader:
-    """One loader process. `load` may be called from any thread, one at a time; a process that is
-    gone is started over by the next call. Raises LoaderLost, or Unread where the dataset raised."""
+    """One loader process, which opens the job's data. `load` may be called from any thread, one at
+    a time; a process that is gone is started over by the next call. Raises LoaderLost, or Unread
+    where the dataset raised."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
@@ -100,7 +93,7 @@ class Reader:
             command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment
         )
         theirs.close()
-        ours.send_bytes(pickle.dumps(self._recipe, 5))
+        ours.send_bytes(pickle.dumps(self._job, 5))
         self._pipe = ours
 
     def _told(self) -> str:
@@ -130,8 +123,8 @@ class Reader:
 class Readers:
     """`n` loader processes for one worker, over all its generations."""
 
-    def __init__(self, recipe: Recipe, n: int) -> None:
-        self.each = tuple(Reader(recipe) for _ in range(n))
+    def __init__(self, job: Job, n: int) -> None:
+        self.each = tuple(Reader(job) for _ in range(n))
 
     def close(self) -> None:
         for reader in self.each:
@@ -148,22 +141,21 @@ def readers_of(job: Job) -> Readers | None:
             "run; take 0, or data.train"
         )
     keep = Job(folder=job.folder, program=job.program, seed=job.seed, data=job.data)
-    return Readers(Recipe(keep), n) if n else None
+    return Readers(keep, n) if n else None
 
 
 # ----------------------------------------------------------------------------------- in the process
 
 
-def _dataset(recipe: Recipe) -> Any:
+def _dataset(job: Job) -> Any:
     """Without torch where the job names its data."""
     from elastic.data.open_datasets import dataset_of
     from elastic.program import Program, load_program
 
-    if recipe.job.data.train:
-        return dataset_of(
-            Program(model=_nothing, optimizer=_nothing, dataset=None, loss=_nothing), recipe.job
-        )
-    return dataset_of(load_program(recipe.job.program), recipe.job)
+    if job.data.train:
+        nothing = Program(model=_nothing, optimizer=_nothing, dataset=None, loss=_nothing)
+        return dataset_of(nothing, job)
+    return dataset_of(load_program(job.program), job)
 
 
 def _nothing(*arguments: Any) -> None:
@@ -185,15 +177,12 @@ def _collate(items: list[Any]) -> dict[str, Any]:
 
 
 def _serve(pipe: Connection) -> None:
-    recipe = pickle.loads(pipe.recv_bytes())
+    job = pickle.loads(pipe.recv_bytes())
     dataset, problem = None, Unread(None, "")
     try:
-        dataset = _dataset(recipe)
+        dataset = _dataset(job)
     except Exception as error:  # noqa: BLE001 - a boundary: the answer to whatever is asked for
-        problem = Unread(
-            None,
-            str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}",
-        )
+        problem = Unread.of(None, error)
     while True:
         parts = pickle.loads(pipe.recv_bytes())
         answer: Any = problem

@@ -71,7 +71,8 @@ class Mixture:
         one = bisect_right(self._starts, index) - 1
         length = len(self.sets[one])
         epoch, place = divmod(index - self._starts[one], length)
-        return one, permuted(length, self._key(one), epoch, place)
+        key = sha256(f"{self.seed} {self.names[one]}".encode()).digest()[:8]
+        return one, permuted(length, int.from_bytes(key, "little"), epoch, place)
 
     def length(self, index: int) -> int:
         """Of the sample, in tokens, where the sets know it."""
@@ -81,11 +82,6 @@ class Mixture:
     def __getitem__(self, index: int) -> Any:
         one, sample = self.source(index)
         return self.sets[one][sample]
-
-    def _key(self, one: int) -> int:
-        return int.from_bytes(
-            sha256(f"{self.seed} {self.names[one]}".encode()).digest()[:8], "little"
-        )
 
 
 def apportioned(n: int, shares: list[Fraction]) -> list[int]:

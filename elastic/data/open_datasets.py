@@ -39,18 +39,16 @@ def dataset_of(program: Program, job: Job) -> Any:
     SpecError without either."""
     data = DataSpec.model_validate(job.data.plain())
     if data.train is not None:
-        return _with_lengths(_named("data.train", data.train, _place(job, data)), "data.train", job)
-    if program.dataset is None:
+        what = "data.train"
+        dataset = _named(what, data.train, _place(job, data))
+    elif program.dataset is None:
         raise SpecError(
             "there is no data: Program.dataset is None, and the job names no data.train"
         )
-    dataset = program.dataset()
-    if is_stream(dataset) and not _is_map(dataset):
-        return _with_lengths(Stream(dataset, job.global_batch or 1), "Program.dataset", job)
-    return _with_lengths(checked(dataset, "Program.dataset"), "Program.dataset", job)
-
-
-def _with_lengths(dataset: Any, what: str, job: Job) -> Any:
+    else:
+        what, dataset = "Program.dataset", program.dataset()
+        streams = is_stream(dataset) and not _is_map(dataset)
+        dataset = Stream(dataset, job.global_batch or 1) if streams else checked(dataset, what)
     check_lengths(job, dataset, what)
     return dataset
 
@@ -60,19 +58,17 @@ def validation_of(program: Program, job: Job) -> Any:
     data = DataSpec.model_validate(job.data.plain())
     if data.validation is not None:
         place = _place(job, data)
-        shown = {name: "data.validation" + (f".{name}" if name else "") for name in data.validation}
-        found = Sets(
-            {
-                name: _with_lengths(_named(shown[name], one, place), shown[name], job)
-                for name, one in data.validation.items()
-            }
-        )
+        found = Sets()
+        for name, one in data.validation.items():
+            what = "data.validation" + (f".{name}" if name else "")
+            found[name] = _named(what, one, place)
+            check_lengths(job, found[name], what)
         return found[""] if [*found] == [""] else found
     if program.validation is None:
         return None
-    return _with_lengths(
-        checked(program.validation(), "Program.validation"), "Program.validation", job
-    )
+    dataset = checked(program.validation(), "Program.validation")
+    check_lengths(job, dataset, "Program.validation")
+    return dataset
 
 
 def _is_map(dataset: Any) -> bool:

@@ -97,10 +97,7 @@ class Whole:
     def __getitem__(self, index: int) -> Item:
         _inside(index, len(self))
         pieces = self._pieces[int(self._firsts[index]) : int(self._firsts[index + 1])]
-        source, target = (
-            np.zeros(self.seq, dtype=np.int64),
-            np.full(self.seq, NO_TARGET, dtype=np.int64),
-        )
+        source, target = _empty(self.seq)
         begins, at = [], 0
         # more: 1 where the document continues behind the piece
         for start, length, more in pieces.tolist():
@@ -140,10 +137,7 @@ class Documents:
         start, stop = self._span(index)
         ids = self.corpus.read(start, min(stop, start + self.seq + 1))
         n, places = min(len(ids), self.seq), self.length(index)
-        source, target = (
-            np.zeros(places, dtype=np.int64),
-            np.full(places, NO_TARGET, dtype=np.int64),
-        )
+        source, target = _empty(places)
         source[:n] = ids[:n]
         target[: len(ids) - 1] = ids[1:]
         return {"input": source, "target": target}
@@ -194,6 +188,11 @@ def _fitted(lengths: list[int], seq: int) -> list[list[int]]:
         if left[0]:
             rooms.insert(bisect_left(rooms, left), left)
     return [sorted(sample) for sample in samples]
+
+
+def _empty(n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Inputs and targets of filling."""
+    return np.zeros(n, dtype=np.int64), np.full(n, NO_TARGET, dtype=np.int64)
 
 
 def _masks(begins: NDArray[np.int64], seq: int) -> dict[str, Any]:

@@ -383,7 +383,8 @@ class Journal:
     once, and `settled` is False.
 
     `segments`: where the run is in object storage, they take the lines there. `parts`: closes a
-    file that has become large. `last`: checksum of the line before the file's first.
+    file that has become large. `hear`: are given each line at once, also one that is held back.
+    `last`: checksum of the line before the file's first.
     """
 
     def __init__(self, path: str | Path, epoch: int, last: str = NO_LINE) -> None:
@@ -391,6 +392,7 @@ class Journal:
         self.epoch = epoch
         self.segments: Segments | None = None
         self.parts: Closing | None = None
+        self.hear: Sequence[Callable[[Line], None]] = ()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = Appender(self.path)
         self._stored_to = 0  # the end of the last plan change in the file
@@ -417,10 +419,12 @@ class Journal:
             self._pending_decision = decision
             if at_s >= self._pending[0][0] + MERGE_S:
                 self.flush()
-            return
-        self.flush()
-        if events or decision is not None:
-            self._write(Line(at_s, self.epoch, tuple(events), decision), sync=not quiet)
+        else:
+            self.flush()
+            if events or decision is not None:
+                self._write(Line(at_s, self.epoch, tuple(events), decision), sync=not quiet)
+        for hear in self.hear:
+            hear(Line(at_s, self.epoch, tuple(events), decision))
 
     @property
     def due_at_s(self) -> float | None:

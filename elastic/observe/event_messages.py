@@ -130,10 +130,8 @@ def _trouble(event: Event) -> str | None:
         case types.CopyRemoved():
             return f"removed {event.uri}"
         case types.WorkerFailed(kind="device"):
-            return (
-                f"the GPU of worker {event.worker} failed{_in_step(event.step)}: "
-                f"{first_line(event.error)}"
-            )
+            at = f" in step {event.step}" if event.step else ""
+            return f"the GPU of worker {event.worker} failed{at}: {first_line(event.error)}"
         case types.WorkerFailed(do="retry"):
             return (
                 f"worker {event.worker} failed ({event.kind}), to be tried once more: "
@@ -182,10 +180,6 @@ def _trouble(event: Event) -> str | None:
             return None
 
 
-def _in_step(step: int) -> str:
-    return f" in step {step}" if step else ""
-
-
 def _entered(event: types.PlanEntered, view: NamedThings) -> str:
     plan = view.planned.get(event.generation)
     if plan is None:
@@ -203,18 +197,15 @@ def _entered(event: types.PlanEntered, view: NamedThings) -> str:
 
 def drill(entry: dict[str, Any]) -> str:
     """`{'at_step': 9, 'kill': 'a'}` -> `kill a (at step 9)`."""
-    what = " ".join(
-        f"{key} {_names(value)}"
-        for key, value in entry.items()
-        if key not in ("at_step", "deadline_s", "error")
-    )
+    words = []
+    for key, value in entry.items():
+        if key not in ("at_step", "deadline_s", "error"):
+            words.append(key)
+            words += [", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)]
+    what = " ".join(words)
     failed = f": not carried out: {entry['error']}" if entry.get("error") else ""
     when = f" (at step {entry['at_step']})" if entry.get("at_step") is not None else ""
     return what.replace(" True", "") + when + failed
-
-
-def _names(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def node_name(node_id: str, view: NamedThings) -> str:

@@ -26,7 +26,7 @@ from elastic.storage import Storage, open_storage
 from elastic.types import DriverStarted, Job
 
 __all__ = [
-    "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "again", "age_s", "all_runs", "lines_of", "open_run",
+    "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "again", "all_runs", "lines_of", "open_run",
     "open_storage_of", "order", "remember", "resuming", "storage_uri", "view", "view_begun",
 ]  # fmt: skip
 
@@ -194,11 +194,6 @@ def _typed(run: RunFolder) -> str:
         return ""
     line = again(words, run.name)
     return line if os.getcwd() == folder else f"cd {shlex.quote(folder)} && {line}"
-
-
-def age_s(run: RunFolder) -> float:
-    """Seconds since the journal was last written."""
-    return run.age_s()
 
 
 def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:

@@ -73,19 +73,18 @@ class NodeSpeeds:
         slower = times_slower(self.unit_s, lambda worker: _pool(nodes, worker), self.places)
         return {worker: 1 / times for worker, times in slower.items()}
 
-    def of_node(self, nodes: Mapping[str, Node], node_id: str) -> list[float]:
+    def by_node(self, nodes: Mapping[str, Node]) -> dict[str, list[float]]:
         """Relative speeds of its GPUs, in order; [] = not measured."""
-        return [
-            round(speed, 3)
-            for worker, speed in sorted(self.speeds(nodes).items())
-            if worker.node_id == node_id
-        ]
+        found: dict[str, list[float]] = {node_id: [] for node_id in nodes}
+        for worker, speed in sorted(self.speeds(nodes).items()):
+            found.setdefault(worker.node_id, []).append(round(speed, 3))
+        return found
 
     def why(self, nodes: Mapping[str, Node], node_id: str) -> str:
         """What is to be said of the node; '' = nothing."""
         if node_id in self.aside:
             return f"quarantined: {self.aside[node_id]}"
-        mine = self.of_node(nodes, node_id)
+        mine = self.by_node(nodes).get(node_id, [])
         notes = dict.fromkeys(
             note for worker, note in self.notes.items() if worker.node_id == node_id and note
         )

@@ -104,9 +104,9 @@ def deadline(view: View, node: Node) -> str:
 def nodes_table(view: View, nodes: Sequence[Node], wide: bool) -> Table:
     """A row for each; the letters are those of the drawn layout."""
     names = letters(list(view.nodes))
-    rows = []
+    speeds, rows = view.node_speeds.by_node(view.nodes), []
     for node in nodes:
-        speed = node_speeds.shown(view.node_speeds.of_node(view.nodes, node.node_id))
+        speed = node_speeds.shown(speeds[node.node_id])
         n = node_speeds.samples_of(view.plan, node.node_id)
         state = Text(deadline(view, node), style=STATUS_STYLES.get(view.status(node), ""))
         more = (str(node.gpus), speed, str(n or "-")) if wide else ()

@@ -217,25 +217,12 @@ def nodes(view: View) -> list[str]:
     quarantined."""
     head = ("", "NODE", "POOL", "MARKET", "WORKERS", "SPEED", "SAMPLES", "STATUS")
     names = letters(list(view.nodes))
-    rows = []
-    for node in view.nodes.values():
+    speeds, rows = view.node_speeds.by_node(view.nodes), []
+    for name, node in view.nodes.items():
         market = view.pools[node.pool].market_type if node.pool in view.pools else "-"
-        speed, n = (
-            node_speeds.shown(view.node_speeds.of_node(view.nodes, node.node_id)),
-            node_speeds.samples_of(view.plan, node.node_id),
-        )
-        rows.append(
-            (
-                names[node.node_id],
-                node.node_id,
-                node.pool,
-                market,
-                node.gpus,
-                speed,
-                n or "-",
-                view.status(node),
-            )
-        )
+        speed, n = node_speeds.shown(speeds[name]), node_speeds.samples_of(view.plan, name)
+        status = view.status(node)
+        rows.append((names[name], name, node.pool, market, node.gpus, speed, n or "-", status))
     whys = {name: why for name in view.nodes if (why := view.node_speeds.why(view.nodes, name))}
     return [
         *columns([head, *rows]),
@@ -245,7 +232,7 @@ def nodes(view: View) -> list[str]:
 
 def status_plain(view: View, holder: str = "", *, goodput: float | None = None) -> dict[str, Any]:
     """The same as data."""
-    away = view.state.away
+    away, speeds = view.state.away, view.node_speeds.by_node(view.nodes)
     return {
         "run": view.state.run,
         "phase": phase(view, bool(holder)),
@@ -273,8 +260,8 @@ def status_plain(view: View, holder: str = "", *, goodput: float | None = None) 
         "nodes": [
             {
                 "node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": view.status(n),
-                "deadline_s": n.deadline_s, "speeds": view.node_speeds.of_node(view.nodes,
-                n.node_id), "samples": node_speeds.samples_of(view.plan, n.node_id),
+                "deadline_s": n.deadline_s, "speeds": speeds[n.node_id],
+                "samples": node_speeds.samples_of(view.plan, n.node_id),
                 "why": view.node_speeds.why(view.nodes, n.node_id),
             }
             for n in view.nodes.values()

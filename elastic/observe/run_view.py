@@ -1,16 +1,14 @@
 """journal lines -> View: what a person wants to know of a run, its State and what that does not
-keep; and Tail, which follows a journal that is still written."""
+keep."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from elastic.ledger.journal import Line, parse_line
+from elastic.ledger.journal import Line
 from elastic.observe import event_messages
 from elastic.observe.accounting.launch_times import Launches
 from elastic.observe.node_speeds import NodeSpeeds
@@ -108,8 +106,8 @@ class View:
         return "stopping" if self.state.stop and not self.ended else self.state.phase
 
     @property
-    def pools(self) -> dict[str, Pool]:
-        return {pool.name: pool for pool in self.state.pools}
+    def pools(self) -> Mapping[str, Pool]:
+        return self.state.pool_by_name
 
     @property
     def started_at_s(self) -> float:
@@ -200,16 +198,19 @@ class View:
     def unit(self) -> str:
         """What the losses are summed over. Where each step counts as many as it has samples, it
         counts samples."""
-        batch = self.job.global_batch
-        return (
-            "samples"
-            if batch and self.points and all(p.tokens == batch for p in self.points[-RECENT:])
-            else "tokens"
-        )
+        batch, recent = self.job.global_batch, self.points[-RECENT:]
+        counts = batch and recent and all(p.tokens == batch for p in recent)
+        return "samples" if counts else "tokens"
 
     def eta_s(self) -> float | None:
         each = self.step_time_s()
         return None if each is None or not self.steps else self.state.rest_work * each
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Of the newest validation."""
+        newest = max(self.evaluations, default=0)
+        return self.evaluations.get(newest, {}).get("validation_loss")
 
     def validation_losses(self) -> dict[int, float]:
         """By step, in order."""
@@ -244,11 +245,9 @@ class View:
     def _left_at(self, resume: Resume) -> int:
         """The step that a generation began from, where no line tells: live memory is left later
         than was planned."""
-        told = (
-            [p.step for p in self.points if p.generation == resume.generation]
-            if resume.source == "live"
-            else []
-        )
+        if resume.source != "live":
+            return resume.step
+        told = (p.step for p in self.points if p.generation == resume.generation)
         return max([resume.step, *told])
 
     def add(self, line: Line) -> list[Note]:
@@ -292,16 +291,21 @@ class View:
 
     def status(self, node: Node) -> str:
         """In a word, for a person."""
-        return (
-            "released" if node.status == "lost" and node.node_id in self.released else node.status
-        )
+        released = node.status == "lost" and node.node_id in self.released
+        return "released" if released else node.status
 
     def _keep(self, event: Event) -> None:
         """What the State has no place for."""
         match event:
             case StepDone():
                 self.step, self.reached = event.step, max(self.reached, event.step)
-                self.points.append(self._point(event))
+                self.points.append(
+                    Point(
+                        event.step, event.train_loss, self.at_s, event.generation, event.tokens,
+                        event.step_time_s, event.digest, event.imbalance, event.pad_share,
+                        event.grad_norm, event.logged, event.expert_load,
+                    )
+                )  # fmt: skip
             case Decided(decision):
                 self.reason = decision.reason or self.reason
                 for action in decision.actions:
@@ -329,20 +333,6 @@ class View:
             case _:
                 pass
 
-    def _point(self, done: StepDone) -> Point:
-        numbers = (
-            done.generation,
-            done.tokens,
-            done.step_time_s,
-            done.digest,
-            done.imbalance,
-            done.pad_share,
-            done.grad_norm,
-            done.logged,
-            done.expert_load,
-        )
-        return Point(done.step, done.train_loss, self.at_s, *numbers)
-
 
 def view_of(lines: Iterable[Line]) -> View:
     """The view after all lines."""
@@ -350,51 +340,3 @@ def view_of(lines: Iterable[Line]) -> View:
     for change in changes(lines):
         view.take(change)
     return view
-
-
-class Tail:
-    """Reads what was added to a journal since the last call; half-written lines wait for their end.
-    Where another file has taken the place of one that became large, it continues with that."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.skipped = 0  # lines that are none: a driver died while it wrote
-        self._file: BinaryIO | None = None
-        self._rest = b""
-
-    def read(self) -> list[Line]:
-        *whole, self._rest = (self._rest + self._added()).split(b"\n")
-        lines = []
-        for text in whole:
-            if not text.strip():
-                continue
-            try:
-                lines.append(parse_line(text.decode()))
-            except (ValueError, KeyError, TypeError):
-                self.skipped += 1
-        return lines
-
-    def skip(self) -> None:
-        """What is there now is not read."""
-        self._added()
-
-    def _added(self) -> bytes:
-        data = self._file.read() if self._file is not None else b""
-        try:
-            there = self.path.open("rb")
-        except FileNotFoundError:
-            return data
-        if self._file is not None and os.path.sameopenfile(self._file.fileno(), there.fileno()):
-            there.close()
-            return data
-        if self._file is not None:
-            data += self._file.read()  # what came before the other took its place
-            self._file.close()
-        self._file = there
-        return data + there.read()
-
-    def close(self) -> None:
-        """No more is read."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None

@@ -104,8 +104,7 @@ class StatusPicture:
             return
         yield _heading("bound by")
         for one in self.verdicts[:MOST_VERDICTS]:
-            won = f" (up to {percent(one.share)} of the time)" if one.share >= 0.005 else ""
-            text = Text.assemble((one.bound, "bold yellow"), f"{won}: {one.number}")
+            text = Text.assemble((one.bound, "bold yellow"), f"{one.won}: {one.number}")
             text.append(f"\n→ {one.advice}", style="dim")
             yield Padding(text, (0, 0, 0, 2))
 

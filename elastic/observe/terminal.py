@@ -1,15 +1,13 @@
-"""Live progress on the terminal. A thread follows the journal file; where the output is no
+"""Live progress on the terminal. A thread takes the journal's lines; where the output is no
 terminal, plain lines."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -19,14 +17,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic.ledger.heard_lines import HeardLines
+from elastic.ledger.journal import Line
 from elastic.observe import picture_parts
 from elastic.observe.accounting.accounts import Books
 from elastic.observe.run_tables import paid, spending
-from elastic.observe.run_view import Note, Tail, View
+from elastic.observe.run_view import Note, View
 from elastic.policy.state.fold import Change, changes
 from elastic.text import duration
 
 LOOK_S = 0.25
+STOP_MOST_S = 5.0
 PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal
 N_NOTES, N_NODES, N_LOST = 10, 12, 3
 ROOMY = 84  # columns, from which on two things stand side by side
@@ -60,17 +61,15 @@ STYLES = {
 
 
 class Terminal:
-    """Shows a run from its journal until `stop`. Never raises into the run."""
+    """Shows a run by its journal's lines until `stop`. Never raises into the run."""
 
-    def __init__(self, journal: str | Path, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         self.view = View()
         self._books = Books(keeps=STEPS_KEPT)
         self._goodput: float | None = None
         self._accounted_s = float("-inf")
-        self._tail = Tail(journal)
         self._console = Console(file=stream, highlight=False)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="elastic-terminal", daemon=True)
+        self._heard = HeardLines(self._follow, "elastic-terminal")
         self._said_at_s = 0.0
         # what is waited for, as it was printed last, and when anything was
         self._reason, self._printed_s = "", time.monotonic()
@@ -93,30 +92,27 @@ class Terminal:
             self._books.take(change)
 
     def start(self) -> None:
-        """Show what comes from now on."""
-        self._tail.skip()
+        """Show what is heard."""
         self._forget()
-        self._thread.start()
+        self._heard.start()
+
+    def hear(self, line: Line) -> None:
+        self._heard.hear(line)
 
     def stop(self) -> None:
         """Show what is left, then end."""
-        self._stopping.set()
-        self._thread.join(timeout=5.0)
-        if not self._thread.is_alive():
-            self._tail.close()
+        self._heard.close(STOP_MOST_S)
 
-    def _take(self) -> list[Note]:
-        view, n_before = self.view, len(self.view.notes)
-        for line in self._tail.read():
-            if line.epoch < view.state.epoch:
-                continue  # the writer had lost its lease
-            for change in changes((line,), view.state):
+    def _take(self) -> bool:
+        """What was heard in a while. False: no more will be."""
+        for line in self._heard.come(LOOK_S):
+            if line is None:
+                return False
+            for change in changes((line,), self.view.state):
                 self.earlier(change)
-        found = view.notes[n_before:]
-        self._forget()
-        return found
+        return True
 
-    def _account(self, last: bool = False) -> None:
+    def _account(self, last: bool) -> None:
         """In the thread that takes lines in: the picture is drawn by another."""
         now_s = time.monotonic()
         if last or now_s - self._accounted_s >= ACCOUNT_S:
@@ -136,20 +132,21 @@ class Terminal:
                 transient=False,
                 get_renderable=lambda: LivePicture(self.view, self._goodput),
             ):
-                while not self._stopping.wait(LOOK_S):
-                    self._take()
-                    self._account()
+                more = True
+                while more:
+                    more = self._take()
+                    self._forget()
+                    self._account(last=not more)
                     self._told()
-                self._take()
-                self._account(last=True)
-                self._told()
         else:
-            while not self._stopping.wait(LOOK_S):
-                self._plain()
-            self._plain(last=True)
+            while self._plain():
+                pass
 
-    def _plain(self, last: bool = False) -> None:
-        for note in self._take():
+    def _plain(self) -> bool:
+        """False: no more will come."""
+        n_before = len(self.view.notes)
+        more = self._take()
+        for note in self.view.notes[n_before:]:
             self._print(plain_note(self.view, note))
             self._reason = note.text if note.kind == "Decision" else self._reason
         self._told()
@@ -161,11 +158,13 @@ class Terminal:
         if (
             view.points
             and not view.job.restarted  # a script prints its own
-            and (last or view.at_s - self._said_at_s >= PLAIN_EVERY_S)
+            and (not more or view.at_s - self._said_at_s >= PLAIN_EVERY_S)
             and view.points[-1].at_s > self._said_at_s
         ):
             self._said_at_s = view.at_s
             self._print(progress_line(view))
+        self._forget()
+        return more
 
     def _told(self) -> None:
         for _ in range(len(self._lines)):
@@ -231,8 +230,7 @@ class LivePicture:
     def _progress(self) -> RenderableType:
         view, table = self.view, Table.grid(padding=(0, 2))
         loss = f"{view.points[-1].train_loss:.4f}" if view.points else "-"
-        newest = view.evaluations[max(view.evaluations)] if view.evaluations else {}
-        validation = newest.get("validation_loss")
+        validation = view.validation_loss
         speed = view.tokens_per_s()
         done = min(view.step, view.steps)
         bar = ProgressBar(
@@ -249,17 +247,13 @@ class LivePicture:
             ("goodput", f"{self.goodput:.0%}" if self.goodput is not None else "-"),
             ("checkpoint", "none yet" if view.saved_step is None else f"step {view.saved_step}"),
             *([("dollars", spending(view))] if paid(view) else []),
-            ("nodes", _by_pool(view) or "none"),
+            # that are paid for
+            ("nodes", ", ".join(f"{p} {n}" for p, n in view.state.alive_by_pool.items()) or "none"),
             ("ETA", duration(view.eta_s())),
         ]
         for name, shown in rows:
             table.add_row(name, Text(shown))
         return table
-
-
-def _by_pool(view: View) -> str:
-    """`spot 2, on-demand 1`: that are paid for."""
-    return ", ".join(f"{pool} {n}" for pool, n in view.state.alive_by_pool.items())
 
 
 def _nodes(view: View, roomy: bool) -> Iterator[RenderableType]:

@@ -30,13 +30,14 @@ from elastic.scenarios.check import (
     Check,
     judge,
 )
-from elastic.scenarios.kept_steps import events, kept, plans
+from elastic.scenarios.kept_steps import actions, events, kept, plans
 from elastic.sim.replay import replay
 from elastic.types import (
     Abort,
     CopyStored,
     DigestChecked,
     EnterPlan,
+    Event,
     NodeLost,
     NodePrepared,
     NodeReady,
@@ -84,7 +85,7 @@ def judged(lines: Sequence[Line], expected: Undisturbed) -> list[Check]:
         _losses(lines, expected),
         _content(lines, expected),
         replayed(lines),
-        _bill(_until_its_end(lines) if expected.end_waits else lines),
+        _bill(lines, expected),
     ]
 
 
@@ -119,7 +120,7 @@ def _orders(lines: Sequence[Line]) -> Iterator[str]:
                 if (line.epoch, event.generation) in entered:
                     yield f"generation {event.generation} is entered twice"
                 entered.add((line.epoch, event.generation))
-        for action in line.decision.actions if line.decision else ():
+        for action in actions([line]):
             if line.decision is not None and not line.decision.reason:
                 yield f"{action} without a reason"
             if line.epoch in over and not isinstance(action, Stop):
@@ -144,7 +145,11 @@ def _orders(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _stops(line: Line) -> bool:
-    return any(isinstance(a, Stop) for a in (line.decision.actions if line.decision else ()))
+    return any(isinstance(action, Stop) for action in actions([line]))
+
+
+def _told(lines: Sequence[Line]) -> list[tuple[float, Event]]:
+    return [told for line in lines for told in line.events]
 
 
 # ---------------------------------------------------------------------------------------- the steps
@@ -188,12 +193,10 @@ def worst_loss(lines: Sequence[Line], expected: Undisturbed) -> tuple[float, str
             gap = abs(event.train_loss - loss)
             gap = gap if math.isfinite(gap) else math.inf
             if gap > worst:
-                worst, said = (
-                    gap,
-                    (
-                        f"step {step} of generation {event.generation} has train_loss "
-                        f"{event.train_loss:.6f}, undisturbed {loss:.6f}"
-                    ),
+                worst = gap
+                said = (
+                    f"step {step} of generation {event.generation} has train_loss "
+                    f"{event.train_loss:.6f}, undisturbed {loss:.6f}"
                 )
     return worst, said
 
@@ -221,13 +224,8 @@ def not_compared(lines: Sequence[Line]) -> set[int]:
     """Generations whose contents nobody can have compared: that happens behind the steps, by all
     who gave or took something. No step was made; or one of them was lost within SOON_LOST_S of
     entering, or the generation was aborted then."""
-    entered = {
-        event.generation: at_s
-        for line in lines
-        for at_s, event in line.events
-        if isinstance(event, PlanEntered)
-    }
-    told = [(at_s, event) for line in lines for at_s, event in line.events]
+    told = _told(lines)
+    entered = {event.generation: at_s for at_s, event in told if isinstance(event, PlanEntered)}
     lost = [(at_s, event.node_id) for at_s, event in told if isinstance(event, NodeLost)]
     lost += [
         (at_s, event.worker.node_id)
@@ -237,7 +235,7 @@ def not_compared(lines: Sequence[Line]) -> set[int]:
     found = {
         action.generation
         for line in lines
-        for action in (line.decision.actions if line.decision else ())
+        for action in actions([line])
         if isinstance(action, Abort)
         and line.at_s < entered.get(action.generation, 0.0) + SOON_LOST_S
     }
@@ -267,14 +265,11 @@ def replayed(lines: Sequence[Line]) -> Check:
     return _counted("replay", iter(said), REPLAY, decisions=found.n_decisions)
 
 
-def _until_its_end(lines: Sequence[Line]) -> Sequence[Line]:
-    last = max((i for i, line in enumerate(lines) if _stops(line)), default=-1)
-    return lines[: last + 1] or lines
-
-
-def _bill(lines: Sequence[Line]) -> Check:
-    usd = sum(account(lines).usd.values())
-    return _counted("bill", _money(lines), BILL, usd=usd)
+def _bill(lines: Sequence[Line], expected: Undisturbed) -> Check:
+    if expected.end_waits:
+        last = max((i for i, line in enumerate(lines) if _stops(line)), default=-1)
+        lines = lines[: last + 1] or lines
+    return _counted("bill", _money(lines), BILL, usd=sum(account(lines).usd.values()))
 
 
 def _money(lines: Sequence[Line]) -> Iterator[str]:
@@ -329,23 +324,17 @@ def before_acknowledged(move: Transition, lines: Sequence[Line]) -> int:
 def planned(lines: Sequence[Line], *, least_notice_s: float) -> Check:
     """Changes that were known beforehand cost no step: whatever grows, is released or rebalanced,
     and notices of at least so many seconds, where nothing was lost between order and entry."""
-    told: dict[str, float] = {}  # node -> seconds from its notice to its deadline
+    told = _told(lines)
     lost = [
         at_s
-        for line in lines
-        for at_s, event in line.events
+        for at_s, event in told
         if isinstance(event, WorkerFailed)
         or (isinstance(event, NodeLost) and event.cause != "released")
     ]
-    ordered_s = {
-        action.plan.generation: line.at_s
-        for line in lines
-        for action in (line.decision.actions if line.decision else ())
-        if isinstance(action, EnterPlan)
-    }
-    for line in lines:
-        told |= {e.node_id: e.deadline_s - at_s for at_s, e in line.events if isinstance(e, Notice)}
-    short = min(told.values(), default=least_notice_s) < least_notice_s
+    ordered_s = {plan.generation: line.at_s for line in lines for plan in plans([line])}
+    # of each node's last notice
+    until_s = {e.node_id: e.deadline_s - at_s for at_s, e in told if isinstance(e, Notice)}
+    short = min(until_s.values(), default=least_notice_s) < least_notice_s
     said = [
         f"generation {move.generation} ({move.cause}, from {move.source}) lost {move.steps_lost} "
         f"steps at step {move.at_step}"

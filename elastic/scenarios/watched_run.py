@@ -245,12 +245,12 @@ class WatchedRun:
         if not self.stage.connected:
             return []
         from elastic.cluster.backend.ray_run import namespace_of
-        from elastic.cluster.workers import remote_processes
+        from elastic.cluster.ray.actors import actor_names, end_actors
 
         namespace = namespace_of(self.stage.run.uri)
-        while (left := remote_processes.actors_left(namespace)) and time.monotonic() < end_s:
+        while (left := actor_names(namespace)) and time.monotonic() < end_s:
             time.sleep(0.1)
-        remote_processes.end_actors(namespace)
+        end_actors(namespace)
         return [f"actor {name}" for name in left]
 
     def _temporary_left(self) -> list[str]:

@@ -21,7 +21,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 
 from elastic.errors import InternalError
 from elastic.storage.cloud_calls import CloudCalls, is_status
-from elastic.storage.objects import ObjectStorage, PartsFile, Patience, WrongBytes
+from elastic.storage.objects import ObjectStorage, PartsFile, Patience, WrongBytes, check_whole
 
 PART_BYTES = 32 << 20  # Google takes 10,000 parts
 N_IN_FLIGHT = 4
@@ -43,13 +43,8 @@ class CloudStorage(ObjectStorage):
 
         def get(store: Any) -> bytes:
             answer = obstore.get(store, name)
-            data, stored = bytes(answer.bytes()), answer.attributes.get(CRC32)
-            if len(data) != answer.meta["size"]:
-                raise WrongBytes(f"{answer.meta['size']} bytes were announced, {len(data)} came")
-            if stored is not None and stored != f"{zlib.crc32(data):08x}":
-                raise WrongBytes(
-                    f"its CRC-32 is {zlib.crc32(data):08x}, stored with it is {stored}"
-                )
+            data = bytes(answer.bytes())
+            check_whole(data, answer.meta["size"], answer.attributes.get(CRC32))
             return data
 
         return self._calls.ask(name, "reading", get)

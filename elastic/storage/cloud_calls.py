@@ -20,13 +20,6 @@ from typing import Any, TypeVar
 
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import AzureStore, GCSStore
-from tenacity import (
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_random_exponential,
-)
 
 from elastic.errors import StorageDamaged, StorageFailed, StorageRefused
 from elastic.storage.objects import Patience, WrongBytes
@@ -132,13 +125,7 @@ class CloudCalls:
             n_before += _Answer(error).n_asked if again else 0
             return again
 
-        tries = Retrying(
-            stop=stop_after_attempt(1 if once else patience.attempts)
-            | stop_after_delay(patience.total_s),
-            wait=wait_random_exponential(multiplier=patience.first_s, max=patience.most_s),
-            retry=retry_if_exception(may_pass),
-            reraise=True,
-        )
+        tries = patience.tries(may_pass, 1 if once else None)
         try:
             return tries(lambda: request(self._store(patience)))
         except (StorageRefused, StorageFailed):
@@ -147,9 +134,8 @@ class CloudCalls:
             last = _Answer(error)
             n = n_before or last.n_asked
             seconds = float(tries.statistics.get("delay_since_first_attempt", 0.0))
-            raise self._told(
-                error, f"{where}: {operation}", f"asked {n} times in {seconds:.0f} s"
-            ) from error
+            asked = f"asked {n} times in {seconds:.0f} s"
+            raise self._told(error, f"{where}: {operation}", asked) from error
 
     def _store(self, patience: Patience) -> Any:
         names = ("AZURE_", "GOOGLE_", "GCE_METADATA_", "HOME")

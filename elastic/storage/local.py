@@ -108,11 +108,9 @@ class LocalStorage(Storage):
         _sync_folder(target.parent)
 
     def folders(self) -> list[str]:
-        return (
-            sorted(path.name for path in self.root.iterdir() if path.is_dir())
-            if self.root.is_dir()
-            else []
-        )
+        if not self.root.is_dir():
+            return []
+        return sorted(path.name for path in self.root.iterdir() if path.is_dir())
 
     def list(self, prefix: str = "") -> list[str]:
         start = self.path(prefix.rpartition("/")[0]) if "/" in prefix else self.root

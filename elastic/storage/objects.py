@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,6 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, BinaryIO, ClassVar, Self, cast
+
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from elastic.errors import SpecError, StorageFailed
 from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
@@ -32,12 +41,32 @@ class Patience:
     connect_s: float = 5.0
     read_s: float = 30.0
 
+    def tries(
+        self, may_pass: Callable[[BaseException], bool], attempts: int | None = None
+    ) -> Retrying:
+        """Calls what it is given, as often as a fault may pass. `attempts`: instead of its own."""
+        return Retrying(
+            stop=stop_after_attempt(attempts or self.attempts) | stop_after_delay(self.total_s),
+            wait=wait_random_exponential(multiplier=self.first_s, max=self.most_s),
+            retry=retry_if_exception(may_pass),
+            reraise=True,
+        )
+
 
 DEFAULT = Patience()
 
 
 class WrongBytes(Exception):
     """An answer does not hold what it should: fewer bytes, or another digest. Asked again."""
+
+
+def check_whole(data: bytes, n_bytes: int, crc32: str | None) -> None:
+    """Of an object that was read whole: its length, and the digest that was stored with it. Raises
+    WrongBytes."""
+    if len(data) != n_bytes:
+        raise WrongBytes(f"{n_bytes} bytes were announced, {len(data)} came")
+    if crc32 is not None and crc32 != f"{zlib.crc32(data):08x}":
+        raise WrongBytes(f"its CRC-32 is {zlib.crc32(data):08x}, stored with it is {crc32}")
 
 
 class PartsFile(io.RawIOBase):

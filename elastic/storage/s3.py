@@ -8,7 +8,6 @@ strong consistency, `If-None-Match: *` on PUT.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from email.utils import parsedate_to_datetime
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 
 from botocore import exceptions as aws
 
-from elastic.storage.objects import ObjectStorage, PartsFile, Patience, WrongBytes
+from elastic.storage.objects import ObjectStorage, PartsFile, Patience, WrongBytes, check_whole
 from elastic.storage.s3_calls import Calls, status_of
 from elastic.storage.s3_upload import CRC32, Upload, put_whole
 
@@ -42,7 +41,7 @@ class S3Storage(ObjectStorage):
             answer = client.get_object(Bucket=self.bucket, Key=name)
             with closing(answer["Body"]) as body:
                 data = bytes(body.read())
-            _check_whole(data, answer)
+            check_whole(data, answer["ContentLength"], answer.get("Metadata", {}).get(CRC32))
             return data
 
         return self._calls.ask(name, get)
@@ -111,25 +110,20 @@ class S3Storage(ObjectStorage):
             ]
 
     def _pages(self, start: str, **more: str) -> Iterator[Any]:
+        def one(client: Any) -> tuple[Any, str | None]:
+            page = client.list_objects_v2(Bucket=self.bucket, Prefix=start, **token, **more)
+            names = [page.get("Prefix", start), *(i["Key"] for i in page.get("Contents", ()))]
+            if names[0] != start or not all(name.startswith(start) for name in names):
+                raise WrongBytes(f"the list of {start} holds what is not under it")
+            return page, page["NextContinuationToken"] if page["IsTruncated"] else None
+
         token: dict[str, str] = {}
         while True:
-            page, after = self._calls.ask(start, self._lister(start, token | more))
+            page, after = self._calls.ask(start, one)
             yield page
             if after is None:
                 return
             token = {"ContinuationToken": after}
-
-    def _lister(self, start: str, more: dict[str, str]) -> Callable[[Any], tuple[Any, str | None]]:
-        def one(client: Any) -> tuple[Any, str | None]:
-            page = client.list_objects_v2(Bucket=self.bucket, Prefix=start, **more)
-            names = [item["Key"] for item in page.get("Contents", ())]
-            if page.get("Prefix", start) != start or not all(
-                name.startswith(start) for name in names
-            ):
-                raise WrongBytes(f"the list of {start} holds what is not under it")
-            return page, page["NextContinuationToken"] if page["IsTruncated"] else None
-
-        return one
 
     def _remove(self, inside: str, names: Sequence[str]) -> None:
         assert all(name.startswith(inside) for name in names)
@@ -168,12 +162,14 @@ class S3Storage(ObjectStorage):
         return len(found)
 
     def _unfinished(self, inside: str) -> Iterator[tuple[str, str, float, float]]:
+        def one(client: Any) -> Any:
+            return client.list_multipart_uploads(Bucket=self.bucket, Prefix=inside, **marks)
+
         marks: dict[str, str] = {}
         while True:
-            page = self._calls.ask(inside, self._unfinished_page(inside, marks))
-            now_s = parsedate_to_datetime(
-                page["ResponseMetadata"]["HTTPHeaders"]["date"]
-            ).timestamp()
+            page = self._calls.ask(inside, one)
+            date = page["ResponseMetadata"]["HTTPHeaders"]["date"]
+            now_s = parsedate_to_datetime(date).timestamp()
             for item in page.get("Uploads", ()):
                 if item["Key"].startswith(inside):
                     yield item["Key"], item["UploadId"], item["Initiated"].timestamp(), now_s
@@ -183,20 +179,6 @@ class S3Storage(ObjectStorage):
                 "KeyMarker": page["NextKeyMarker"],
                 "UploadIdMarker": page["NextUploadIdMarker"],
             }
-
-    def _unfinished_page(self, inside: str, marks: dict[str, str]) -> Callable[[Any], Any]:
-        return lambda client: client.list_multipart_uploads(
-            Bucket=self.bucket, Prefix=inside, **marks
-        )
-
-
-def _check_whole(data: bytes, answer: Any) -> None:
-    """Length and stored digest of an object that was read whole."""
-    if len(data) != answer["ContentLength"]:
-        raise WrongBytes(f"{answer['ContentLength']} bytes were announced, {len(data)} came")
-    stored = answer.get("Metadata", {}).get(CRC32)
-    if stored is not None and stored != f"{zlib.crc32(data):08x}":
-        raise WrongBytes(f"its CRC-32 is {zlib.crc32(data):08x}, stored with it is {stored}")
 
 
 def _expected(content_range: str, offset: int, length: int) -> int:

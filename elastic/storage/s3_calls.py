@@ -17,13 +17,7 @@ import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
-from tenacity import (
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_random_exponential,
-)
+from tenacity import Retrying
 from urllib3.exceptions import HTTPError
 
 from elastic.errors import StorageDamaged, StorageFailed, StorageRefused
@@ -116,14 +110,7 @@ class Calls:
         Raises FileNotFoundError, StorageRefused, StorageFailed; a failed condition (412) and a
         range past the end (416) come as ClientError.
         """
-        patience = self.patience
-        tries = Retrying(
-            stop=stop_after_attempt(attempts or patience.attempts)
-            | stop_after_delay(patience.total_s),
-            wait=wait_random_exponential(multiplier=patience.first_s, max=patience.most_s),
-            retry=retry_if_exception(_passes),
-            reraise=True,
-        )
+        tries = self.patience.tries(_passes, attempts)
         where = f"s3://{self.bucket}/{name}"
         try:
             return tries(lambda: request(self._client()))
@@ -152,13 +139,11 @@ class Calls:
 def _client(settings: tuple[str | None, ...], connect_s: float, read_s: float) -> Any:
     """`settings`: the environment it is made from. Path-style addresses where the server is not
     Amazon's."""
-    path_style = {"addressing_style": "path"}
-    if os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-        return _made(connect_s, read_s, path_style)
-    made = _made(connect_s, read_s, {})
-    return (
-        made if ".amazonaws.com" in made.meta.endpoint_url else _made(connect_s, read_s, path_style)
-    )
+    if not (os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")):
+        made = _made(connect_s, read_s, {})
+        if ".amazonaws.com" in made.meta.endpoint_url:
+            return made
+    return _made(connect_s, read_s, {"addressing_style": "path"})
 
 
 def _made(connect_s: float, read_s: float, s3: Mapping[str, str]) -> Any:
@@ -214,11 +199,8 @@ def _told(error: Any, where: str, tries: Retrying) -> Exception:
     if code in ("NoSuchKey", "404", "NotFound") and status == 404:
         return FileNotFoundError(f"{where}: not there")
     if _passes(error):
-        hint = (
-            "the server asks to slow down"
-            if code in ("SlowDown", "Throttling")
-            else "it may be down"
-        )
+        busy = code in ("SlowDown", "Throttling")
+        hint = "the server asks to slow down" if busy else "it may be down"
         return StorageFailed(
             f"{where}: {operation} failed ({code or status}; {_asked(tries)}): {hint}"
         )
@@ -226,35 +208,26 @@ def _told(error: Any, where: str, tries: Retrying) -> Exception:
         _client.cache_clear()  # the next call reads the credentials anew
         advice = "the credentials have expired; renew them (a role or a profile renews itself)"
     elif code in WRONG_REGION:
-        region = (
-            error.response.get("ResponseMetadata", {})
-            .get("HTTPHeaders", {})
-            .get("x-amz-bucket-region")
-        )
-        advice = (
-            "the bucket is in another region; set "
-            f"AWS_REGION={region or 'the region of the bucket'}"
-        )
+        headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        region = headers.get("x-amz-bucket-region") or "the region of the bucket"
+        advice = f"the bucket is in another region; set AWS_REGION={region}"
     elif code in FORBIDDEN:
         advice = (
             f"the credentials may not do this; allow {ACTIONS.get(operation, operation)} on {where}"
         )
     else:
-        advice = ADVICE.get(
-            code,
-            str(error.response.get("Error", {}).get("Message", ""))[:200] or "no reason was given",
-        )
+        said = str(error.response.get("Error", {}).get("Message", ""))[:200]
+        advice = ADVICE.get(code) or said or "no reason was given"
     return StorageRefused(f"{where}: {operation} was refused ({code or status}): {advice}")
 
 
 def _untold(error: Exception, where: str, tries: Retrying) -> Exception:
     """What it means that no answer, or none that can be read, has come."""
     if isinstance(error, aws.NoCredentialsError | aws.PartialCredentialsError):
-        advice = (
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or give this machine a "
-            "role"
+        return StorageRefused(
+            f"{where}: there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "AWS_PROFILE, or give this machine a role"
         )
-        return StorageRefused(f"{where}: there are no credentials; {advice}")
     text = " ".join(str(error).split())[:300]
     if _passes(error):
         return StorageFailed(

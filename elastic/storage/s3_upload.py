@@ -8,7 +8,7 @@ import zlib
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 from botocore import exceptions as aws
 
@@ -42,12 +42,8 @@ def put_whole(calls: Calls, key: str, data: bytes | bytearray, *, if_absent: boo
         try:
             client.put_object(Bucket=calls.bucket, Key=key, Body=data, Metadata=metadata, **wanted)
         except aws.ClientError as error:
-            there = (
-                _head(client, calls.bucket, key)
-                if status_of(error) == 412 and n_tries > 1
-                else None
-            )
-            if there is None or _writer(there) != writer:
+            lost = status_of(error) == 412 and n_tries > 1
+            if not lost or _writer(client, calls.bucket, key) != writer:
                 raise  # else an earlier try went through, and its answer was lost
 
     try:
@@ -59,18 +55,15 @@ def put_whole(calls: Calls, key: str, data: bytes | bytearray, *, if_absent: boo
     return True
 
 
-def _head(client: Any, bucket: str, key: str) -> dict[str, Any] | None:
-    """What is known of an object; None = there is none."""
+def _writer(client: Any, bucket: str, key: str) -> str:
+    """Who wrote the object; '' = it is not there, or nobody has said so."""
     try:
-        return cast(dict[str, Any], client.head_object(Bucket=bucket, Key=key))
+        found = client.head_object(Bucket=bucket, Key=key)
     except aws.ClientError as error:
         if status_of(error) == 404:
-            return None
+            return ""
         raise
-
-
-def _writer(head: dict[str, Any]) -> str:
-    return str(head.get("Metadata", {}).get(WRITER, ""))
+    return str(found.get("Metadata", {}).get(WRITER, ""))
 
 
 class Upload(PartsFile):
@@ -154,8 +147,7 @@ class Upload(PartsFile):
         def complete(client: Any) -> None:
             nonlocal n_tries
             n_tries += 1
-            there = _head(client, self._calls.bucket, self._key) if n_tries > 1 else None
-            if there is not None and _writer(there) == self._writer:
+            if n_tries > 1 and _writer(client, self._calls.bucket, self._key) == self._writer:
                 return
             client.complete_multipart_upload(
                 Bucket=self._calls.bucket,
@@ -167,10 +159,8 @@ class Upload(PartsFile):
         try:
             self._calls.ask(self._key, complete)
         except StorageRefused as error:
-            if (
-                isinstance(error.__cause__, aws.ClientError)
-                and code_of(error.__cause__) == "NoSuchUpload"
-            ):
+            cause = error.__cause__
+            if isinstance(cause, aws.ClientError) and code_of(cause) == "NoSuchUpload":
                 raise StorageFailed(
                     f"s3://{self._calls.bucket}/{self._key}: its upload was removed while it ran; "
                     "keep lifecycle rules for unfinished uploads at a day or more"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 from elastic.errors import SpecError, nearest
@@ -309,10 +311,7 @@ class Plan:
     @cached_property
     def workers_per_node(self) -> Mapping[str, int]:
         """Node -> how many of the ranks are on it, in rank order."""
-        found: dict[str, int] = {}
-        for worker in self.ranks:
-            found[worker.node_id] = found.get(worker.node_id, 0) + 1
-        return found
+        return dict(Counter(worker.node_id for worker in self.ranks))
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
@@ -378,10 +377,7 @@ class Box:
 
     @property
     def n_elements(self) -> int:
-        n = 1
-        for size in self.sizes:
-            n *= size
-        return n
+        return prod(self.sizes)
 
     @property
     def n_bytes(self) -> int:
@@ -414,10 +410,7 @@ class Transfer:
 
     @property
     def n_bytes(self) -> int:
-        n = DTYPE_BYTES[self.dtype]
-        for size in self.sizes:
-            n *= size
-        return n
+        return DTYPE_BYTES[self.dtype] * prod(self.sizes)
 
 
 @dataclass(frozen=True)

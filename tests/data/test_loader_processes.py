@@ -21,7 +21,7 @@ from support.waiting import is_waiting, once_waiting, until
 
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader, ReadAhead
-from elastic.data.loader_processes import LoaderLost, Reader, Readers, Recipe, readers_of
+from elastic.data.loader_processes import LoaderLost, Reader, Readers, readers_of
 from elastic.data.open_datasets import dataset_of
 from elastic.data.order import sample_ids
 from elastic.errors import ProgramError
@@ -146,7 +146,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     code = (
         "import sys; from elastic.data.loader_processes import *\nfrom elastic.types import "
-        "Job\nreader = Reader(Recipe(Job(folder='.', program=sys.argv[1])))\nprint(reader.pid, "
+        "Job\nreader = Reader(Job(folder='.', program=sys.argv[1]))\nprint(reader.pid, "
         "flush=True); reader.load([Microbatch([1])])"
     )
     environment = {**os.environ, "ELASTIC_TEST_READ": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -164,13 +164,11 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
 
 def test_data_that_cannot_be_opened(tmp_path: Path, started: list[Readers | Loader]) -> None:
     readers = Readers(
-        Recipe(
-            Job.from_plain(
-                {
-                    "folder": str(tmp_path),
-                    "data": {"train": {"jsonl": "absent", "tokenizer": "bytes", "seq": 4}},
-                }
-            )
+        Job.from_plain(
+            {
+                "folder": str(tmp_path),
+                "data": {"train": {"jsonl": "absent", "tokenizer": "bytes", "seq": 4}},
+            }
         ),
         1,
     )
@@ -187,7 +185,7 @@ def test_close_frees_a_take_that_waits_for_a_process_that_hangs(
 ) -> None:
     monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
     (tmp_path / "hang").touch()
-    readers = Readers(Recipe(Job.from_plain(read_job(tmp_path))), 1)
+    readers = Readers(Job.from_plain(read_job(tmp_path)), 1)
     loader = Loader(None, lambda step: [Microbatch([step])], 0, readers=readers)
     started += [loader, readers]
     pid = readers.each[0].pid
@@ -238,7 +236,7 @@ def test_one_reader_serves_one_thread_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
-    reader = Reader(Recipe(Job.from_plain(read_job(tmp_path))))
+    reader = Reader(Job.from_plain(read_job(tmp_path)))
     found: dict[int, list[int]] = {}
 
     def load(n: int) -> None:

@@ -81,15 +81,6 @@ def recorded(place: RunFolder, seed: int = SEED) -> tuple[list[Line], State]:
     return journal.lines, state
 
 
-def events_of(lines: list[Line]) -> list[object]:
-    """What happened, however it was divided into lines."""
-    return [
-        item
-        for line in lines
-        for item in (*line.events, *([line.decision] if line.decision else []))
-    ]
-
-
 def test_every_line_is_kept_and_every_decision_comes_out_again(place: RunFolder) -> None:
     lines, state = recorded(place)
     names = JournalParts.of(place.storage).names

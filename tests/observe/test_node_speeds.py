@@ -83,7 +83,7 @@ def test_why_a_node_is_slow_or_was_put_aside() -> None:
     )
     assert view.node_speeds.why(view.nodes, "a") == "quarantined: too slow: ..."
     view.add(tick(7, NodeLost("a", "released")))
-    assert view.node_speeds.of_node(view.nodes, "a") == [] and "quarantined" in "\n".join(
+    assert view.node_speeds.by_node(view.nodes)["a"] == [] and "quarantined" in "\n".join(
         run_tables.status(view)
     )
 

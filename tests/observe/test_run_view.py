@@ -10,7 +10,7 @@ import pytest
 from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
 from support.waiting import until
 
-from elastic.ledger.journal import Journal, Line, write_line
+from elastic.ledger.journal import Journal, Line
 from elastic.observe import event_messages, run_tables, terminal
 from elastic.observe.accounting.accounts import account
 from elastic.observe.diagnosis import doctor
@@ -18,7 +18,7 @@ from elastic.observe.event_messages import drill, first_line
 from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.reporting import report
 from elastic.observe.reporting.loss_plot import save_loss
-from elastic.observe.run_view import Tail, view_of
+from elastic.observe.run_view import view_of
 from elastic.observe.terminal import LivePicture, Terminal, progress_line, start_line
 from elastic.policy.state.fold import changes
 from elastic.text import duration, size
@@ -249,36 +249,6 @@ def test_a_second_driver_keeps_the_curve() -> None:
     assert not view.nodes
 
 
-def test_tail_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    tail = Tail(path)
-    assert tail.read() == []
-    first, second = (write_line(line).encode() + b"\n" for line in lines()[:2])
-    path.write_bytes(first + second[:20])
-    assert [line.at_s for line in tail.read()] == [T0]
-    with path.open("ab") as file:
-        file.write(second[20:] + b"torn\n")
-    assert [line.at_s for line in tail.read()] == [T0 + 2]
-    assert tail.read() == []
-    assert tail.skipped == 1
-    tail.close()
-
-
-def test_tail_goes_on_where_another_file_takes_the_place_of_a_large_one(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    tail = Tail(path)
-    first, second, third = (write_line(line).encode() + b"\n" for line in lines()[:3])
-    path.write_bytes(first)
-    assert len(tail.read()) == 1
-    with path.open("ab") as file:
-        file.write(second)
-    path.rename(tmp_path / "closed")
-    path.write_bytes(third)
-    (tmp_path / "closed").unlink()
-    assert [line.at_s for line in tail.read()] == [line.at_s for line in lines()[1:3]]
-    tail.close()
-
-
 def test_grid() -> None:
     names = letters(["a", "b", "c"])
     assert draw(PLANS[0], names) == ["[A0] [A1] [B0] [B1] [C0] [C1]"]
@@ -287,30 +257,25 @@ def test_grid() -> None:
     assert letters([str(i) for i in range(28)])["27"] == "B1"
 
 
-def write(path: Path) -> None:
-    journal = Journal(path, 1)
+def test_plain_terminal_shows_what_the_journal_is_given(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    shows, journal = Terminal(stream), Journal(tmp_path / "journal.jsonl", 1)
+    journal.hear = [shows.hear]
+    shows.start()
     for line in lines():
         journal.append(line.at_s, line.events, line.decision)
-    journal.close()
-
-
-def test_plain_terminal_follows_the_file(tmp_path: Path) -> None:
-    path, stream = tmp_path / "journal.jsonl", io.StringIO()
-    shows = Terminal(path, stream)
-    shows.start()
-    write(path)
     until(lambda: shows.view.phase == "succeeded", "the last line")
     shows.stop()
+    journal.close()
     shown = stream.getvalue()
     assert "6.1 s  step 4     notice: node b (spot) will be preempted in 30 s" in shown
     assert "6.1 s  step 4     > b goes in 30 s: 6 -> 4 workers" in shown
     assert "step 12/12  train_loss 4.8000  2,048 tokens/s  tp=2  ETA 0:00" in shown
 
 
-def test_plain_terminal_is_silent_about_what_an_earlier_driver_showed(tmp_path: Path) -> None:
-    path, stream = tmp_path / "journal.jsonl", io.StringIO()
-    write(path)
-    shows = Terminal(path, stream)
+def test_plain_terminal_is_silent_about_what_an_earlier_driver_showed() -> None:
+    stream = io.StringIO()
+    shows = Terminal(stream)
     for change in changes(lines()):
         shows.earlier(change)
     shows.start()
@@ -377,23 +342,18 @@ def test_words() -> None:
     )
 
 
-def test_plain_terminal_says_what_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_terminal_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decision to do nothing is no news, but where there has been none for a while."""
-    path, stream = tmp_path / "journal.jsonl", io.StringIO()
-    shows = Terminal(path, stream)
+    stream = io.StringIO()
+    shows = Terminal(stream)
     begun, waits = lines()[0], Decision((), "waiting for workers: 1 of 2")
-    journal = Journal(path, 1)
-    journal.append(T0, begun.events, waits)
+    shows.hear(replace(begun, decision=waits))
     shows._plain()
     assert "waiting for" not in stream.getvalue()
     monkeypatch.setattr(terminal, "PLAIN_EVERY_S", 0.0)
     shows._plain()
     shows._plain()
     assert stream.getvalue().count("step 0     > waiting for workers: 1 of 2\n") == 1
-    journal.close()
-    shows._tail.close()
 
 
 def test_what_takes_long_at_the_start_is_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:

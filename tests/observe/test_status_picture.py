@@ -137,21 +137,19 @@ def test_nodes_that_are_requested_are_shown_while_they_do_not_come() -> None:
     assert "requested" in live and re.search(r"spot +spot +1 +1 +3 ", live)
 
 
-def test_the_live_picture_counts_goodput_as_the_ledger_does(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
+def test_the_live_picture_counts_goodput_as_the_ledger_does() -> None:
 
     class Tty(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     stream = Tty()
-    terminal = Terminal(path, stream)
+    terminal = Terminal(stream)
     for change in changes(lines()[:6]):
         terminal.earlier(change)
-    path.write_text("".join(write_line(line) + "\n" for line in lines()[:6]))
     terminal.start()
-    with path.open("a") as file:
-        file.writelines(write_line(line) + "\n" for line in lines()[6:])
+    for line in lines()[6:]:
+        terminal.hear(line)
     terminal.stop()
     goodput = seen_of(lines()).account.totals.goodput
     assert f"{goodput:.0%}" in stream.getvalue() and terminal.view.step == 12

@@ -81,12 +81,12 @@ def test_a_folder_is_deleted_with_its_unfinished_uploads(s3: S3Storage) -> None:
 def test_more_objects_than_one_page(s3: S3Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(25):
         s3.put(f"d/{i:02}", b"")
-    pages = S3Storage._lister
+    pages = S3Storage._pages
 
-    def small(self: S3Storage, start: str, more: dict[str, object]) -> object:
-        return pages(self, start, {**more, "MaxKeys": 10})  # type: ignore[dict-item]
+    def small(self: S3Storage, start: str, **more: str) -> object:
+        return pages(self, start, **more, MaxKeys=10)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(S3Storage, "_lister", small)
+    monkeypatch.setattr(S3Storage, "_pages", small)
     monkeypatch.setattr(module, "N_PER_DELETE", 4)
     assert s3.list() == [f"d/{i:02}" for i in range(25)]
     s3.delete_folder("d")

@@ -34,7 +34,6 @@ from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import JournalCut, RunFolder
 from elastic.ledger.segments import StoredJournal
-from elastic.ledger.watched_journal import WatchedJournal
 from elastic.observe import find_runs
 from elastic.observe.logs import traceback_of
 from elastic.observe.reporting import report
@@ -150,7 +149,7 @@ class JobRun:
             open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}")
         )
         self.storage: Storage = self.place.storage
-        self.terminal = Terminal(self.place.journal, options.stream) if options.show else None
+        self.terminal = Terminal(options.stream) if options.show else None
         self._cut: JournalCut | None = None
         self._damaged: tuple[CopyDamaged, ...] = ()  # copies whose markers cannot be read
 
@@ -182,9 +181,8 @@ class JobRun:
             with self._phase("Ray was reached"):
                 backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
-            journal = WatchedJournal(
-                self.place.open_journal(lease.epoch, stored, self._cut), (observers.hear,)
-            )
+            journal = self.place.open_journal(lease.epoch, stored, self._cut)
+            journal.hear = [observers.hear, *([self.terminal.hear] if self.terminal else [])]
             stack.callback(journal.close)
             observers.start(before, lease.epoch)
             stack.callback(observers.close)  # before what they look at

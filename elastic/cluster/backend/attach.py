@@ -32,21 +32,13 @@ class Attached:
 
     def take(self, node_id: str) -> list[WorkerInfo]:
         """Of the workers on a node that has arrived."""
-        found = [
-            worker_info for worker_info in self._worker_infos if worker_info.me.node_id == node_id
-        ]
-        self._worker_infos = [
-            worker_info for worker_info in self._worker_infos if worker_info not in found
-        ]
+        found = [info for info in self._worker_infos if info.me.node_id == node_id]
+        self._worker_infos = [info for info in self._worker_infos if info not in found]
         return found
 
     def elsewhere(self, nodes: dict[str, object]) -> list[WorkerId]:
         """Workers on nodes that are not among these."""
-        return [
-            worker_info.me
-            for worker_info in self._worker_infos
-            if worker_info.me.node_id not in nodes
-        ]
+        return [info.me for info in self._worker_infos if info.me.node_id not in nodes]
 
     def is_known(self, message: Event) -> bool:
         """Workers tell a new driver their newest steps again, and what was found of their content;

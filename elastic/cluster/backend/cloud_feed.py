@@ -35,11 +35,9 @@ class CloudFeed:
     def of(cls, pools: Sequence[Pool], embedded: bool) -> CloudFeed:
         """Of an embedded cluster nothing is looked up: its pools are made up, and all its nodes are
         this machine."""
-        return (
-            cls(pools, LocalNoticeWatcher(), Ticker(()))
-            if embedded
-            else cls(pools, NoticeWatchers(), Ticker(pools))
-        )
+        if embedded:
+            return cls(pools, LocalNoticeWatcher(), Ticker(()))
+        return cls(pools, NoticeWatchers(), Ticker(pools))
 
     def news(
         self,
@@ -70,17 +68,12 @@ class CloudFeed:
 
     def _say(self, node: Node, report: NoticeReport) -> None:
         """What a person should know of it, each once per run."""
-        market = next((pool.market_type for pool in self.pools if pool.name == node.pool), "owned")
-        deaf = (
-            [DEAF.format(node.pool)]
-            if market == "spot" and not report.sources and report.version
-            else []
-        )
-        for text in (
-            [*deaf, *report.notes]
-            if isinstance(self.notice_watchers, NoticeWatchers)
-            else report.notes
-        ):
+        texts = [*report.notes]
+        on_cluster = isinstance(self.notice_watchers, NoticeWatchers)
+        if on_cluster and report.version and not report.sources:
+            spot = any(p.market_type == "spot" for p in self.pools if p.name == node.pool)
+            texts = [DEAF.format(node.pool), *texts] if spot else texts
+        for text in texts:
             if text not in self._said:
                 self._said.add(text)
                 log.warning("notices: %s", text)

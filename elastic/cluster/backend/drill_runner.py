@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.cluster.backend import drills
 from elastic.cluster.nodes.providers import NodeProvider
 from elastic.cluster.notices.merged_notices import DRILL
+from elastic.cluster.workers.worker_group import WorkerGroup
 from elastic.config.drill import (
     EACH_OTHER,
     ON_NODES,
@@ -22,18 +23,8 @@ from elastic.config.drill import (
     resolve,
 )
 from elastic.errors import SpecError
-from elastic.types import DrillAsked, Event, Node, Notice, Plan, Pool, WorkerId
+from elastic.types import Action, DrillAsked, Event, Node, Notice, Plan, Pool
 from elastic.types.orders import InjectFault, Isolate, WorkerOrder
-
-
-class DrillTargets(Protocol):
-    """What is used of a Crew."""
-
-    def workers(self, node_id: str | None = None) -> list[WorkerId]: ...
-    def pid(self, worker: WorkerId) -> int: ...
-    def signal(self, workers: Iterable[WorkerId], number: int) -> None: ...
-    def order(self, worker: WorkerId, order: WorkerOrder) -> bool: ...
-    def cut(self, node_id: str, for_s: float) -> bool: ...
 
 
 @dataclass
@@ -44,7 +35,7 @@ class DrillRunner:
 
     schedule: drills.Schedule
     provider: NodeProvider
-    worker_group: DrillTargets
+    worker_group: WorkerGroup
     nodes: Mapping[str, Node]
     pools: Sequence[Pool]
     own_code: bool = True
@@ -67,7 +58,7 @@ class DrillRunner:
             return self._wrong_layout(entry)
         if "add" in entry:
             if all(pool.name != entry["add"] for pool in self.pools):
-                return [DrillAsked({**entry, "error": f"drill: there is no pool '{entry['add']}'"})]
+                return [_failed(entry, f"there is no pool '{entry['add']}'")]
             self.provider.change_capacity(entry["add"], 1)
             self.provider.request(entry["add"], 1, f"drill-{time.monotonic_ns()}")
             return [DrillAsked(dict(entry))]
@@ -111,60 +102,41 @@ class DrillRunner:
 
     def _partition(self, node_id: str, entry: Mapping[str, Any], now_s: float) -> list[Event]:
         """Its workers leave their peers and storage alone, and then this driver them."""
-        if entry.get("from") == EACH_OTHER:
-            return self._apart(node_id, entry)
         for_s, sides = entry.get("for_s", PARTITION_S), entry.get("from", SIDES)
         sides = [sides] if isinstance(sides, str) else sides
-        nodes, storage = "nodes" in sides, "storage" in sides
-        told = self.own_code and (nodes or storage)
-        workers = self.worker_group.workers(node_id) if told else []
-        order = WorkerOrder(Isolate(for_s, nodes, storage))
-        cut = [self.worker_group.order(worker, order) for worker in workers]
+        nodes, storage, cut = "nodes" in sides, "storage" in sides, False
+        if sides == [EACH_OTHER]:  # its workers leave those of the entry's other nodes alone
+            others = tuple(name for name in entry["partition"] if name != node_id)
+            cut = self._ordered(Isolate(for_s, apart_from=others), node_id)
+        elif nodes or storage:
+            cut = self._ordered(Isolate(for_s, nodes, storage), node_id)
         if "driver" in sides:
-            cut.append(self.worker_group.cut(node_id, for_s))
-        return [] if any(cut) else [_not_cut_off(node_id, entry)]
-
-    def _apart(self, node_id: str, entry: Mapping[str, Any]) -> list[Event]:
-        """Its workers leave those of the other nodes of the entry alone."""
-        others = tuple(name for name in entry["partition"] if name != node_id)
-        order = WorkerOrder(Isolate(entry.get("for_s", PARTITION_S), apart_from=others))
-        workers = self.worker_group.workers(node_id) if self.own_code else []
-        cut = [self.worker_group.order(worker, order) for worker in workers]
-        return [] if any(cut) else [_not_cut_off(node_id, entry)]
+            cut |= self.worker_group.cut(node_id, for_s)
+        return [] if cut else [_failed(entry, f"no worker of {node_id} can be cut off")]
 
     def _wrong_layout(self, entry: Mapping[str, Any]) -> list[Event]:
         """Told to all workers that there are: which of them are in the next layout is not known
         yet."""
-        asked = [
-            self.worker_group.order(worker, WorkerOrder(InjectFault("layout")))
-            for worker in self.worker_group.workers()
-            if self.own_code
-        ]
-        return [
-            DrillAsked(
-                dict(entry) if any(asked) else {**entry, "error": "drill: no worker can be told"}
-            )
-        ]
+        asked = self._ordered(InjectFault("layout"))
+        return [DrillAsked(dict(entry)) if asked else _failed(entry, "no worker can be told")]
 
     def _inject(self, node_id: str, kind: str, entry: Mapping[str, Any]) -> list[Event]:
         """What its workers do to themselves."""
         options = {
             key: entry[key] for key in ("factor", "unit_s", "jitter", "place") if key in entry
         }
-        chosen = [
-            worker
-            for worker in self.worker_group.workers(node_id)
-            if self.own_code and entry.get("gpu") in (None, worker.local_rank)
-        ]
-        asked = [
-            self.worker_group.order(worker, WorkerOrder(InjectFault(kind, **options)))
-            for worker in chosen
-        ]
-        if any(asked):
+        if self._ordered(InjectFault(kind, **options), node_id, entry.get("gpu")):
             return []
-        return [
-            DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be told to {kind}"})
+        return [_failed(entry, f"no worker of {node_id} can be told to {kind}")]
+
+    def _ordered(self, action: Action, node_id: str | None = None, gpu: int | None = None) -> bool:
+        """Of the workers (of that node, with that GPU alone); False = there was none to be told."""
+        told = [
+            self.worker_group.order(worker, WorkerOrder(action))
+            for worker in self.worker_group.workers(node_id)
+            if self.own_code and gpu in (None, worker.local_rank)
         ]
+        return any(told)
 
     def _lower_capacity(self, node_id: str) -> None:
         if node_id not in self._deadlines:  # else the notice has done it
@@ -181,5 +153,5 @@ class DrillRunner:
         return next(pool for pool in self.pools if pool.name == self.nodes[node_id].pool)
 
 
-def _not_cut_off(node_id: str, entry: Mapping[str, Any]) -> DrillAsked:
-    return DrillAsked({**entry, "error": f"drill: no worker of {node_id} can be cut off"})
+def _failed(entry: Mapping[str, Any], why: str) -> DrillAsked:
+    return DrillAsked({**entry, "error": f"drill: {why}"})

@@ -66,11 +66,7 @@ class DriverHold:
     def _lost(self, why: str) -> NoReturn:
         """The workers of a cluster that others keep are left alone: they may outlive its head."""
         self.let_go = self.cluster is None
-        which = (
-            "embedded Ray cluster"
-            if self.cluster is not None
-            else f"Ray cluster at {self.run.address}"
-        )
+        which = f"Ray cluster at {self.run.address}" if self.let_go else "embedded Ray cluster"
         raise LostContact(
             f"run '{self.run.name}': the {which} is lost: {why}; run it again with this "
             "--run-name to resume"
@@ -82,11 +78,8 @@ class DriverHold:
         embedded cluster's are this driver's alone."""
         if self.holder.lease is not None and self.holder.lease.lost:
             return f"its lease (epoch {self.holder.lease.epoch}) was taken over"
-        return (
-            self.worker_group.replaced()
-            if self.cluster is None and not self.holder.certain and not self.let_go
-            else ""
-        )
+        asked = self.cluster is None and not self.holder.certain and not self.let_go
+        return self.worker_group.replaced() if asked else ""
 
     def replaced(self, why: str) -> NoReturn:
         """Another driver has the run. Raises LostContact."""

@@ -188,10 +188,9 @@ class RayBackend(HostingBackend):
     def _release(self, action: ReleaseNode) -> None:
         if action.node_id in self.nodes:
             self._end_workers(action.node_id)
-            announced_s = self.cloud_feed.notices.announced_s(action.node_id)
-            self.provider.release(
-                action.node_id, None if announced_s is None else announced_s - self.now_s()
-            )
+            until_s = self.cloud_feed.notices.announced_s(action.node_id)
+            taken_in_s = None if until_s is None else until_s - self.now_s()
+            self.provider.release(action.node_id, taken_in_s)
             self._forget(action.node_id)
         self._early.append(NodeLost(action.node_id, "released"))
 
@@ -203,11 +202,8 @@ class RayBackend(HostingBackend):
         if announced_s is None and not self.provider.autoscaled:
             return  # it stays in the cluster: for others, or for the day when it is asked for again
         self.cloud_feed.notices.left(node.node_id)
-        drain_in_ray(
-            ray_id,
-            announced_s or self.now_s() + self._pool(node.pool).notice_s,
-            "elastic leaves the node",
-        )
+        until_s = announced_s or self.now_s() + self._pool(node.pool).notice_s
+        drain_in_ray(ray_id, until_s, "elastic leaves the node")
 
     def _quarantine(self, action: Quarantine) -> None:
         self._end_workers(action.node_id)
@@ -220,11 +216,7 @@ class RayBackend(HostingBackend):
         self.gather.forget(node.node_id)
         pool, preparation = self._pool(node.pool), self.entrance.preparation(action, self._plan)
         self._end(
-            [
-                worker
-                for worker in self.worker_group.workers(node.node_id)
-                if self.liveness.is_silent(worker)
-            ]
+            [w for w in self.worker_group.workers(node.node_id) if self.liveness.is_silent(w)]
         )
         there = self.worker_group.workers(node.node_id)
         for k in range(node.gpus):
@@ -232,9 +224,8 @@ class RayBackend(HostingBackend):
             if me in there:
                 self.worker_group.order(me, preparation)
             else:
-                self.worker_group.start(
-                    me, Placement(ray_id, node.pool, pool.accelerator_type != "CPU"), preparation
-                )
+                place = Placement(ray_id, node.pool, pool.accelerator_type != "CPU")
+                self.worker_group.start(me, place, preparation)
 
     def _form(self, action: FormGroups) -> None:
         self._early += self.stores.form(action)
@@ -303,15 +294,11 @@ class RayBackend(HostingBackend):
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
         if isinstance(event, GroupsFormed) and event.error:
             self.stores.not_formed()
-        if (
-            isinstance(event, WorkerFailed)
-            and event.kind in ("collective", "program")
-            and self._plan is not None
-        ):
-            self._suspect(self._plan.nodes)
-        if isinstance(event, WorkerFailed) and event.do == "retry":
-            # another process tries once more; this one cannot use its GPU
-            self._end([event.worker])
+        if isinstance(event, WorkerFailed):
+            if event.kind in ("collective", "program") and self._plan is not None:
+                self._suspect(self._plan.nodes)
+            if event.do == "retry":  # another process does; this one cannot use its GPU
+                self._end([event.worker])
         return []
 
     def _suspect(self, nodes: Iterable[str]) -> None:
@@ -323,11 +310,8 @@ class RayBackend(HostingBackend):
         if broken.kind == "replaced":
             self.hold.replaced(broken.error)
         if broken.kind == "infrastructure":
-            return [
-                WorkerFailed(
-                    worker, self.worker_group.generation(worker), "infrastructure", broken.error
-                )
-            ]
+            generation = self.worker_group.generation(worker)
+            return [WorkerFailed(worker, generation, "infrastructure", broken.error)]
         words = self._last_words(broken.pid)
         found = self._unequal_calls(worker, broken.pid) if MISMATCH in words else []
         self._end([worker])
@@ -360,9 +344,8 @@ class RayBackend(HostingBackend):
         return f"; it wrote: {words[-LAST_WORDS:]}" if words else ""
 
     def _arrivals(self) -> list[Event]:
-        return [
-            event for news in self.provider.news(self.survey.alive) for event in self._arrived(news)
-        ]
+        news = self.provider.news(self.survey.alive)
+        return [event for one in news for event in self._arrived(one)]
 
     def _workers_of(self, node_id: str) -> int:
         return self.nodes[node_id].gpus
@@ -376,19 +359,17 @@ class RayBackend(HostingBackend):
         events: list[Event] = [event]
         for worker_info in self.before.take(node.node_id):
             if worker_info.prepared:
-                events += self.gather.add(
-                    worker_info.me, NodePrepared(node.node_id, (worker_info.pid,))
-                )
+                found = NodePrepared(node.node_id, (worker_info.pid,))
+                events += self.gather.add(worker_info.me, found)
         return events + self.before.missed(node.node_id)
 
     def _losses(self) -> list[Event]:
         gone = self.survey.gone
-        found = (
-            [(node_id, gone.get(self.provider.ray_id(node_id) or "")) for node_id in self.nodes]
-            if gone
-            else []
-        )
-        return [event for node_id, why in found if why for event in self._lose(node_id, why)]
+        nodes = [*self.nodes] if gone else []
+        found = {node_id: gone.get(self.provider.ray_id(node_id) or "") for node_id in nodes}
+        return [
+            event for node_id, why in found.items() if why for event in self._lose(node_id, why)
+        ]
 
     def _lose(self, node_id: str, why: str) -> list[Event]:
         """A node is gone, and every worker on it; what still lives of it is fenced."""
@@ -425,10 +406,8 @@ class RayBackend(HostingBackend):
         ray_ids = {
             node_id: ray_id for node_id in self.nodes if (ray_id := self.provider.ray_id(node_id))
         }
-        return [
-            *events,
-            *self.cloud_feed.news(self.nodes, ray_ids, self.survey.draining, now_s=now_s),
-        ]
+        draining = self.survey.draining
+        return [*events, *self.cloud_feed.news(self.nodes, ray_ids, draining, now_s=now_s)]
 
     def _drilled(self, events: list[Event]) -> list[Event]:
         """A drill's notice is one among those of its node."""

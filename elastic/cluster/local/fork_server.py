@@ -24,6 +24,7 @@ import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,8 @@ def forks_of(folder: str, clients: list[int]) -> list[int]:
     """Processes that were forked for these clients."""
     found = []
     for client in clients:
-        try:
+        with suppress(OSError, ValueError):
             found.append(int(Path(folder, FORKS, str(client)).read_text()))
-        except (OSError, ValueError):
-            continue
     return found
 
 
@@ -79,11 +78,8 @@ class _Server:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         while True:
-            watched: list[Any] = [
-                self.listener,
-                ended,
-                *(connection for connection, _ in self.clients.values()),
-            ]
+            connections = (connection for connection, _ in self.clients.values())
+            watched: list[Any] = [self.listener, ended, *connections]
             ready, _, _ = select.select(watched, [], [])
             if ended in ready:
                 os.read(ended, 4096)
@@ -152,7 +148,9 @@ class _Server:
             sys.excepthook(*sys.exc_info())
             status = 1
         finally:
-            _flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
             os._exit(status)
 
 
@@ -189,14 +187,6 @@ def _say(connection: socket.socket, what: bytes) -> None:
 def _close(files: tuple[int, ...]) -> None:
     for file in files:
         os.close(file)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
 
 
 def main(folder: str, parent: int) -> None:

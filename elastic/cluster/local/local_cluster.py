@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -174,11 +174,9 @@ class LocalCluster:
         """Ends every process of the cluster and removes its folder."""
         if self._connected is not None:
             self.disconnect()
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            try:
+        if self._process.stdin is not None:
+            with suppress(OSError):
                 self._process.stdin.close()
-            except OSError:
-                pass
         try:
             self._process.wait(CLOSE_MOST_S)
         except subprocess.TimeoutExpired:
@@ -204,12 +202,11 @@ class LocalCluster:
             self._answers[number] = answer
             try:
                 assert self._process.stdin is not None
-                self._process.stdin.write(json.dumps({"number": number, "do": do, **values}) + "\n")
-                self._process.stdin.flush()
+                text = json.dumps({"number": number, "do": do, **values})
+                print(text, file=self._process.stdin, flush=True)
             except (OSError, ValueError) as error:
-                answer.set_exception(
-                    InternalError(f"the embedded cluster does not listen: {error}")
-                )
+                said = f"the embedded cluster does not listen: {error}"
+                answer.set_exception(InternalError(said))
         return answer
 
     def _read(self) -> None:
@@ -225,11 +222,10 @@ class LocalCluster:
                 answer.set_result(message)
         with self._lock:
             self._ended = True
+            text = "the embedded cluster has ended before it answered"
             for answer in self._answers.values():
                 if not answer.done():
-                    answer.set_exception(
-                        InternalError("the embedded cluster has ended before it answered")
-                    )
+                    answer.set_exception(InternalError(text))
 
 
 def _environment(python_path: Sequence[str]) -> dict[str, str]:
@@ -270,13 +266,13 @@ class _Nodes:
         self.numbers = itertools.count()
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(max_workers=16)
-        head = {
-            "num_cpus": 0,
-            "include_dashboard": False,
-            "no_monitor": True,
-            "_system_config": SYSTEM_CONFIG,
-        }
-        self._start(next(self.numbers), head)
+        self._start(
+            next(self.numbers),
+            {
+                "num_cpus": 0, "include_dashboard": False, "no_monitor": True,
+                "_system_config": SYSTEM_CONFIG,
+            },
+        )  # fmt: skip
         self.answer(0, address=self.cluster.address, folder=folder)
 
     def _fork_server(self) -> list[str]:
@@ -287,15 +283,9 @@ class _Nodes:
         subprocess.Popen(
             [self.python, "-P", "-m", fork_server.__name__, self.folder, str(os.getpid())]
         )
-        client = Path(fork_server.__file__).with_name("fork_client.py")
-        return [
-            self.python,
-            "-I",
-            "-S",
-            str(client),
-            f"{self.folder}/{fork_server.SOCKET}",
-            self.python,
-        ]
+        client = str(Path(fork_server.__file__).with_name("fork_client.py"))
+        place = f"{self.folder}/{fork_server.SOCKET}"
+        return [self.python, "-I", "-S", client, place, self.python]
 
     def _start(self, n: int, values: Mapping[str, Any]) -> Any:
         """Sockets lie below Ray's own folder: it opens the folder of a socket to everyone (chmod
@@ -308,15 +298,17 @@ class _Nodes:
 
     def answer(self, number: int, **values: Any) -> None:
         with self.lock:
-            self.out.write(json.dumps({"number": number, **values}) + "\n")
-            self.out.flush()
+            print(json.dumps({"number": number, **values}), file=self.out, flush=True)
 
     def obey(self, order: dict[str, Any]) -> None:
         number = order.pop("number")
         if order.pop("do") == "add":
             self.pool.submit(self._add, number, NodeOrder(**order))
         else:
-            self.answer(number, pids=self._kill(order["name"]))
+            raylet = self.raylets.pop(order["name"], None)
+            ended = processes.end_tree(raylet) if raylet is not None else []
+            ended += processes.send(fork_server.forks_of(self.folder, ended))
+            self.answer(number, pids=ended)
 
     def _add(self, number: int, order: NodeOrder) -> None:
         devices = ",".join(map(str, order.gpus))
@@ -335,19 +327,11 @@ class _Nodes:
             for pid in processes.descendants(os.getpid()):
                 if f"--raylet_socket_name={self.folder}/ray/r{n}" in processes.command(pid):
                     processes.end_tree(pid)
-            self.answer(
-                number, error=f"node {order.name} did not start: {type(error).__name__}: {error}"
-            )
+            text = f"node {order.name} did not start: {type(error).__name__}: {error}"
+            self.answer(number, error=text)
             return
         self.raylets[order.name] = raylet
         self.answer(number, ray_id=node.node_id, pid=raylet)
-
-    def _kill(self, name: str) -> list[int]:
-        raylet = self.raylets.pop(name, None)
-        if raylet is None:
-            return []
-        ended = processes.end_tree(raylet)
-        return ended + processes.send(fork_server.forks_of(self.folder, ended))
 
 
 def main(folder: str, supervisor: int) -> None:
@@ -362,16 +346,8 @@ def main(folder: str, supervisor: int) -> None:
             nodes.obey(order)
     except Exception as error:  # noqa: BLE001 - a boundary: the driver hears of it
         tail = Path(log.name).read_text(errors="replace")[-LOG_TAIL:]
-        out.write(
-            json.dumps(
-                {
-                    "number": 0,
-                    "error": f"{type(error).__name__}: {error}; its log ends with: {tail}",
-                }
-            )
-            + "\n"
-        )
-        out.flush()
+        text = f"{type(error).__name__}: {error}; its log ends with: {tail}"
+        print(json.dumps({"number": 0, "error": text}), file=out, flush=True)
     finally:
         if os.getppid() != supervisor:  # nobody else is left to do it
             processes.end_tree(os.getpid(), with_root=False)

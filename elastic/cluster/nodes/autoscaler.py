@@ -43,16 +43,13 @@ LAUNCH_MOST_S = 180.0  # without an instance of the pool, a request has failed
 JOIN_MOST_S = 840.0  # with one; the policy forgets a request after 900 s
 
 
-def provider_for(order: DemandReport, take_over: bool, spared: bool = False) -> NodeProvider:
+def provider_for(order: DemandReport, take_over: bool, spared: bool) -> NodeProvider:
     """Of the cluster that this process is connected to."""
-    desk = (
-        AutoscalerClient(replace(order, fresh=not take_over))
-        if _ray_private.autoscaler_v2()
-        else None
-    )
-    if desk is None or not desk.opened:
-        return ClusterNodes(order.pools, spared)
-    return AutoscalerNodes(order.pools, spared, desk=desk)
+    if _ray_private.autoscaler_v2():
+        desk = AutoscalerClient(replace(order, fresh=not take_over))
+        if desk.opened:
+            return AutoscalerNodes(order.pools, spared, desk=desk)
+    return ClusterNodes(order.pools, spared)
 
 
 class AutoscalerClient:
@@ -96,9 +93,8 @@ class AutoscalerClient:
         if not end:
             return
         try:
-            ray.get(
-                self._agent.end.remote(self._order.namespace, self._order.epoch), timeout=END_MOST_S
-            )
+            told = self._agent.end.remote(self._order.namespace, self._order.epoch)
+            ray.get(told, timeout=END_MOST_S)
         except (RayError, OSError) as error:
             log.warning(
                 "the autoscaler's watcher cannot be told that the run is over (%s); it gives the "
@@ -179,7 +175,6 @@ class AutoscalerNodes(ClusterNodes):
     _open: list[_Open] = field(default_factory=list)
     # Ray id -> pool of nodes not wanted any more, until they are gone
     _dropped: dict[str, str] = field(default_factory=dict)
-    _failed: list[Event] = field(default_factory=list)
     # Ray ids that the run had when this driver came
     _inherited: set[str] = field(default_factory=set)
     _seen: dict[str, InstancesSeen] = field(default_factory=dict)  # as last told
@@ -197,11 +192,8 @@ class AutoscalerNodes(ClusterNodes):
         if request_id in self._requests:
             return
         self._requests.add(request_id)
-        most = (
-            self._capacity.get(pool, 0)
-            - self._used(pool)
-            - sum(o.missing for o in self._open if o.pool == pool)
-        )
+        waits = sum(asked.missing for asked in self._open if asked.pool == pool)
+        most = self._capacity.get(pool, 0) - self._used(pool) - waits
         allowed = max(0, min(count, most))
         failed = self.desk.heard()[0].failed.get(pool, 0)
         now_s = time.monotonic()
@@ -216,10 +208,11 @@ class AutoscalerNodes(ClusterNodes):
                 ray_id: pool for ray_id, pool in self._dropped.items() if ray_id in there
             }
         ours = {ray_id for _, ray_id in self._ours.values()}
-        given = (
-            (alive.get(ray_id), pool) for ray_id, pool in report.given.items() if ray_id not in ours
-        )
-        events = [event for found, pool in given if (event := self._take(found, pool))]
+        events = [
+            event
+            for ray_id, pool in report.given.items()
+            if ray_id not in ours and (event := self._take(alive.get(ray_id), pool))
+        ]
         for asked in list(self._open):
             why = self._why_failed(asked, report, current)
             if why:
@@ -267,11 +260,8 @@ class AutoscalerNodes(ClusterNodes):
         if report.coming.get(asked.pool):
             asked.coming_s = now_s
         if asked.missing <= 0:
-            return (
-                f"no capacity: {self._used(asked.pool)} of {self._capacity[asked.pool]} in use"
-                if asked.short > 0
-                else ""
-            )
+            used, most = self._used(asked.pool), self._capacity[asked.pool]
+            return f"no capacity: {used} of {most} in use" if asked.short > 0 else ""
         if asked.pool in report.refused:
             return report.refused[asked.pool]
         if report.failed.get(asked.pool, 0) > asked.failed_before:

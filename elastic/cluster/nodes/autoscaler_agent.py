@@ -24,8 +24,6 @@ from ray.exceptions import RayError
 
 from elastic.cluster.nodes.demand import Demand, DemandReport, SeenNode
 from elastic.cluster.nodes.node_types import (
-    Monitor,
-    NodeType,
     ResourceBundle,
     bundle_of,
     monitor_here,
@@ -34,6 +32,7 @@ from elastic.cluster.nodes.node_types import (
 )
 from elastic.cluster.nodes.providers import RayNode, living, pool_of
 from elastic.cluster.ray import _ray_private
+from elastic.cluster.ray.actors import end_actors
 from elastic.types import Pool
 from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
@@ -73,11 +72,12 @@ class AutoscalerAgent:
     request alone for so long."""
 
     def __init__(self, quiet_s: float) -> None:
-        self._monitor = monitor_here()
-        self._types = _types(self._monitor)
+        here = self._monitor = monitor_here()
+        # None = not known
+        self._types = read_types(here.config) if here is not None and here.config else None
         self._demand, self._pools = Demand(), dict[str, Pool]()
         self._reasons = Reasons(
-            self._monitor.log if self._monitor else Path("/tmp/ray/session_latest/logs/monitor.log")
+            here.log if here else Path("/tmp/ray/session_latest/logs/monitor.log")
         )
         self._scaling = _ray_private.Scaling(Counter(), Counter(), Counter(), Counter())
         self._asked: Counter[ResourceBundle] | None = None  # None = not known
@@ -95,11 +95,9 @@ class AutoscalerAgent:
     def serves(self) -> bool:
         """Is there an autoscaler that starts nodes? On Kubernetes it runs in a container of its
         own."""
-        return (
-            bool(self._monitor.config)
-            if self._monitor is not None
-            else "KUBERNETES_SERVICE_HOST" in os.environ
-        )
+        if self._monitor is None:
+            return "KUBERNETES_SERVICE_HOST" in os.environ
+        return bool(self._monitor.config)
 
     def order(self, order: DemandReport) -> AutoscalerReport:
         with self._lock:
@@ -137,15 +135,18 @@ class AutoscalerAgent:
         types = {pool.name: self._type_name(pool) for pool in order.pools}
         scaling, reasons = self._scaling, self._reasons.by_type
         bundles = {pool.name: bundle_of(pool, self._types) for pool in order.pools}
+        asked: Mapping[ResourceBundle, int] = self._asked or {}
+        as_ray_says = Counter(
+            {(frozenset(b.resources), frozenset(b.selector)): n for b, n in asked.items()}
+        )
+        current = self._asked_for == self._heard and bool(asked)
         return AutoscalerReport(
             self._demand.given(order.namespace),
             {name: scaling.coming[kind] for name, kind in types.items()},
             {name: scaling.failed[kind] for name, kind in types.items()},
             {name: reasons[kind] for name, kind in types.items() if kind in reasons},
             {name: bundle for name, bundle in bundles.items() if isinstance(bundle, str)},
-            self._asked_for == self._heard
-            and bool(self._asked)
-            and scaling.infeasible == _as_ray_says(self._asked or {}),
+            current and scaling.infeasible == as_ray_says,
             looked_s=time.monotonic() - self._looked_s,
         )
 
@@ -174,7 +175,9 @@ class AutoscalerAgent:
             seen = self._seen(nodes, draining)
             self._demand.look(seen, now_s)
             heard = self._heard
-            wanted, drain = self._demand.wanted(seen), self._demand.to_drain(seen, self._least())
+            kinds = {pool.name: type_of(pool, self._types or {}) for pool in self._pools.values()}
+            least = {name: kind.least for name, kind in kinds.items() if kind is not None}
+            wanted, drain = self._demand.wanted(seen), self._demand.to_drain(seen, least)
             overdue = [run.order.namespace for run in self._demand.overdue(now_s)]
             self._demand.forget_gone()
         if self._demand.runs or now_s > self._quiet_until_s:
@@ -195,10 +198,6 @@ class AutoscalerAgent:
             for ray_id, pool in found.items()
             if pool is not None
         }
-
-    def _least(self) -> dict[str, int]:
-        kinds = {pool.name: type_of(pool, self._types or {}) for pool in self._pools.values()}
-        return {name: kind.least for name, kind in kinds.items() if kind is not None}
 
     def _ask(self, wanted: Counter[str], now_s: float) -> None:
         total: Counter[ResourceBundle] = Counter()
@@ -270,21 +269,3 @@ class Reasons:
         self._read_bytes = size - (len(text) - len(whole))
         for kind, why in FAILED_LINE.findall(whole.decode(errors="replace")):
             self.by_type[kind] = why.strip()[:REASON_MOST]
-
-
-def end_actors(namespace: str) -> None:
-    """All named actors of a run."""
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == namespace:
-            try:
-                ray.kill(ray.get_actor(entry["name"], namespace), no_restart=True)
-            except (RayError, ValueError):  # it has just ended
-                continue
-
-
-def _types(monitor: Monitor | None) -> Mapping[str, NodeType] | None:
-    return read_types(monitor.config) if monitor is not None and monitor.config else None
-
-
-def _as_ray_says(bundles: Mapping[ResourceBundle, int]) -> Counter[Any]:
-    return Counter({(frozenset(b.resources), frozenset(b.selector)): n for b, n in bundles.items()})

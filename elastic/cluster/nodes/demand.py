@@ -25,10 +25,8 @@ def left_paid(nodes: Iterable[Node], pools: Iterable[Pool], lease_s: float) -> s
     paid = [node for node in names if node.pool in kinds and kinds[node.pool].paid]
     if not paid:
         return ""
-    usd_per_h, most_s = (
-        sum(kinds[node.pool].usd_per_node_h for node in paid),
-        lease_s + LEAVE_MOST_S,
-    )
+    usd_per_h = sum(kinds[node.pool].usd_per_node_h for node in paid)
+    most_s = lease_s + LEAVE_MOST_S
     listed = ", ".join(node.node_id for node in paid)
     return (
         f"{len(paid)} paid node(s) stay for the run's next driver ({listed}; ${usd_per_h:.2f}/h): "
@@ -124,21 +122,15 @@ class Demand:
         taken = {node for run in self.runs.values() for node in run.given} | set(self.leaving)
         free = [node for node, seen in nodes.items() if node not in taken and not seen.draining]
         for run in self.runs.values():
-            for pool in [] if run.silent else run.order.waits:
-                for node in [node for node in free if nodes[node].pool == pool][
-                    : self._missing(run, pool)
-                ]:
+            for pool, n in ({} if run.silent else run.order.waits).items():
+                coming = [node for node in run.given if run.given[node] == pool]
+                n_missing = max(0, n - len({*coming} - run.order.held))
+                for node in [node for node in free if nodes[node].pool == pool][:n_missing]:
                     run.given[node] = pool
                     free.remove(node)
         self._leave(
             (node for node in free if now_s - self._new.get(node, now_s) >= UNASKED_S), now_s
         )
-
-    def _missing(self, run: _Run, pool: str) -> int:
-        told = sum(
-            1 for node, name in run.given.items() if name == pool and node not in run.order.held
-        )
-        return max(0, run.order.waits.get(pool, 0) - told)
 
     def _leave(self, nodes: Iterable[str], now_s: float) -> None:
         for node in nodes:

@@ -156,17 +156,12 @@ class EmbeddedNodes:
             self._ray_ids[node_id] = answer.result()["ray_id"]
             found = next(p for p in self.pools if p.name == pool)
             most = sum(self._capacity.values())  # nodes that share this machine
-            events.append(
-                NodeReady(
-                    Node(
-                        node_id,
-                        pool,
-                        found.gpus_per_node,
-                        host_memory_bytes=machine_bytes() // max(1, most),
-                        shared_cores=machine_cores() if found.accelerator_type == "CPU" else 0,
-                    )
-                )
-            )
+            node = Node(
+                node_id, pool, found.gpus_per_node,
+                host_memory_bytes=machine_bytes() // max(1, most),
+                shared_cores=machine_cores() if found.accelerator_type == "CPU" else 0,
+            )  # fmt: skip
+            events.append(NodeReady(node))
         return events
 
     def release(self, node_id: str, taken_in_s: float | None = None) -> None:
@@ -230,7 +225,10 @@ class ClusterNodes:
             if pool is None or self._used(pool.name) >= self._capacity[pool.name]:
                 continue
             asked = next((a for a in self._asked if a[0] == pool.name), None)
-            if found.ray_id in self._released and (asked is None or self._leaving(found)):
+            # released since it is to be taken, or Ray starts nothing there any more
+            not_before_s = self._not_before_s.get(found.ray_id, 0.0)
+            leaving = found.draining or time.monotonic() < not_before_s
+            if found.ray_id in self._released and (asked is None or leaving):
                 continue
             if asked is not None:
                 asked[1] -= 1
@@ -249,10 +247,6 @@ class ClusterNodes:
         return NodeReady(
             Node(node_id, pool.name, workers_of(found, pool), host_memory_bytes=found.memory_bytes)
         )
-
-    def _leaving(self, found: RayNode) -> bool:
-        """It was released since it is to be taken, or Ray starts nothing there any more."""
-        return found.draining or time.monotonic() < self._not_before_s.get(found.ray_id, 0.0)
 
     def _used(self, pool: str) -> int:
         return sum(1 for name, _ in self._ours.values() if name == pool)
@@ -285,9 +279,9 @@ class ClusterNodes:
 def pool_of(found: RayNode, pools: Iterable[Pool]) -> Pool | None:
     """The pool that a node counts to; None = not for us."""
     fitting = [pool for pool in pools if workers_of(found, pool) > 0]
-    for label in POOL_LABELS:
-        if label in found.labels:
-            return next((pool for pool in fitting if pool.name == found.labels[label]), None)
+    named = next((found.labels[label] for label in POOL_LABELS if label in found.labels), None)
+    if named is not None:
+        return next((pool for pool in fitting if pool.name == named), None)
     market, accelerator = found.labels.get(MARKET_LABEL), found.labels.get(ACCELERATOR_LABEL)
     for pool in fitting:
         if market in (None, pool.market_type) and accelerator in (None, pool.accelerator_type):
@@ -340,10 +334,8 @@ class Survey:
         now_s = time.monotonic()
         with self._lock:
             for ray_id in ray_ids:
-                self._suspects[ray_id] = (
-                    now_s + SUSPECT_MOST_S,
-                    self._suspects.get(ray_id, (0.0, now_s))[1],
-                )
+                reached_s = self._suspects.get(ray_id, (0.0, now_s))[1]
+                self._suspects[ray_id] = (now_s + SUSPECT_MOST_S, reached_s)
 
     @property
     def suspects(self) -> bool:
@@ -370,10 +362,8 @@ class Survey:
 
     def _ask(self) -> None:
         asked_s = time.monotonic()
-        probing, of_the_head = (
-            ThreadBoundary(log, "asking nodes"),
-            ThreadBoundary(log, "asking the head"),
-        )
+        probing = ThreadBoundary(log, "asking nodes")
+        of_the_head = ThreadBoundary(log, "asking the head")
         while not self._stop.wait(PROBE_S):
             probing.holds(self._probe)
             if time.monotonic() - asked_s >= SURVEY_S:
@@ -385,12 +375,10 @@ class Survey:
         self._looked.clear()
         if self.head_lost:
             return
-        why = self.check(self._own)
-        self.head_lost = (
-            f"this process's own raylet has ended ({why})"
-            if why
-            else self._head.ask(looked, time.monotonic())
-        )
+        if why := self.check(self._own):
+            self.head_lost = f"this process's own raylet has ended ({why})"
+        else:
+            self.head_lost = self._head.ask(looked, time.monotonic())
 
     def _probe(self) -> None:
         now_s = time.monotonic()
@@ -451,12 +439,9 @@ class HeadService:
         self._asked_s = now_s
         self._away_s = 0.0 if looked or back else self._away_s + gap_s
         how = "has refused connections" if self._refused else "has not answered"
-        most_s = self.refused_most_s if self._refused else AWAY_MOST_S
-        return (
-            f"the head's GCS at {self.address} {how} for {self._away_s:.0f} s"
-            if self._away_s > most_s
-            else ""
-        )
+        if self._away_s <= (self.refused_most_s if self._refused else AWAY_MOST_S):
+            return ""
+        return f"the head's GCS at {self.address} {how} for {self._away_s:.0f} s"
 
 
 def living() -> list[RayNode]:
@@ -466,18 +451,15 @@ def living() -> list[RayNode]:
 
 def _ray_node(entry: Mapping[str, Any]) -> RayNode:
     resources = entry["Resources"]
+    # Ray gives tasks what is left of the host's memory beside its object store: the sum is the
+    # host's, or a little less
+    memory = resources.get("memory", 0.0)
+    host_bytes = int(memory + resources.get("object_store_memory", 0.0)) if memory else 0
     return RayNode(
         entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerPort"], entry["Labels"],
         int(resources.get("CPU", 0)), int(resources.get("GPU", 0)),
-        "node:__internal_head__" in resources, _host_bytes(resources),
+        "node:__internal_head__" in resources, host_bytes,
     )  # fmt: skip
-
-
-def _host_bytes(resources: Mapping[str, float]) -> int:
-    """Ray gives tasks what is left of the host's memory beside its object store: the sum is the
-    host's, or a little less."""
-    memory = resources.get("memory", 0.0)
-    return int(memory + resources.get("object_store_memory", 0.0)) if memory else 0
 
 
 def machine_cores() -> int:
@@ -512,10 +494,4 @@ def signal_there(ray_id: str, pids: Sequence[int], number: int, *, raylet: bool 
 
 
 def _signal(pids: Sequence[int], number: int, raylet: bool) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
-    if raylet:
-        os.kill(processes.raylet(), number)
+    processes.send([*pids, *([processes.raylet()] if raylet else [])], number)

@@ -20,7 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.notices.sources.detect import ProbedMachine, sources_of
 from elastic.cluster.notices.sources.watch import NoticeReport, Watch
 from elastic.cluster.ray import _ray_private, processes
-from elastic.worker.hosting.thread_boundary import ThreadBoundary
+from elastic.cluster.ray.actors import kill
+from elastic.worker.hosting.thread_boundary import ThreadBoundary, waiting
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +68,7 @@ class NoticeWatchers:
 
     def take(self) -> list[tuple[str, NoticeReport]]:
         """What has come since the last call."""
-        found = []
-        while not self._news.empty():
-            found.append(self._news.get())
-        return found
+        return waiting(self._news)
 
     def close(self) -> None:
         self._wanted = {}
@@ -80,14 +78,11 @@ class NoticeWatchers:
     def _run(self) -> None:
         boundary = ThreadBoundary(log, "watching for notices")
         while not self._ended.is_set():
-            if not boundary.holds(self._look):  # as where the head does not answer
+            # it fails where the head does not answer
+            if not (boundary.holds(self._place) and boundary.holds(self._collect)):
                 self._ended.wait(AGAIN_S)
         for node_id in list(self._actors):
             self._end(node_id)
-
-    def _look(self) -> None:
-        self._place()
-        self._collect()
 
     def _place(self) -> None:
         wanted, now_s = self._wanted, time.monotonic()
@@ -136,10 +131,7 @@ class NoticeWatchers:
         _, actor = self._actors.pop(node_id)
         self._placed = None
         self._asked = {ref: asked for ref, asked in self._asked.items() if asked[0] != node_id}
-        try:
-            ray.kill(actor)
-        except (RayError, ValueError):  # it is gone
-            return
+        kill(actor)
 
 
 class LocalNoticeWatcher:

@@ -12,14 +12,6 @@ THROTTLED = (
     "TooManyRequestsException",
     "SlowDown",
 )
-PASSING = (
-    *THROTTLED,
-    "InternalError",
-    "InternalErrorException",
-    "ServiceUnavailable",
-    "Unavailable",
-    "RequestTimeout",
-)
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired")
 UNKNOWN = (
     "AuthFailure",

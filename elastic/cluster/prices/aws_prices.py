@@ -1,13 +1,11 @@
 """What AWS says of prices: three calls that read and change nothing, bounded in time.
 
 They need ec2:DescribeSpotPriceHistory, ec2:GetSpotPlacementScores and pricing:GetProducts.
-botocore's own retries are off: what may pass is retried here, and never for longer than PATIENCE_S.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -17,19 +15,11 @@ from typing import Any, TypeVar
 import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
-from tenacity import (
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_random_exponential,
-)
 
 from elastic.cluster.prices.aws_errors import (
     EXPIRED,
     NO_CREDENTIALS,
     NO_LOGIN,
-    PASSING,
     REFUSED,
     THROTTLED,
     UNKNOWN,
@@ -38,8 +28,10 @@ from elastic.storage.s3_calls import code_of
 
 T = TypeVar("T")
 
-PATIENCE_S, ATTEMPTS = 20.0, 4
-CONNECT_S, READ_S = 3.0, 8.0
+ATTEMPTS = 4
+PATIENCE = Config(
+    connect_timeout=3, read_timeout=8, retries={"mode": "standard", "total_max_attempts": ATTEMPTS}
+)
 PRICING_REGION = "us-east-1"  # the price list service is in few regions and knows the prices of all
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
 # history begins with the price that was in force then; clocks may differ
@@ -127,16 +119,10 @@ class AwsPrices:
 
     def _ask(self, service: str, region: str, request: Callable[[Any], T], *, what: str) -> T:
         """Raises NoAnswer."""
-        tries = Retrying(
-            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(PATIENCE_S),
-            wait=wait_random_exponential(multiplier=0.3, max=5.0),
-            retry=retry_if_exception(_passes),
-            reraise=True,
-        )
         try:
             client = self._made.get((service, region)) or self.client(service, region)
             self._made[service, region] = client
-            return tries(lambda: request(client))
+            return request(client)
         except aws.ClientError as error:
             code = code_of(error)
             raise NoAnswer(f"{what}: {ADVICE.get(code, 'AWS refuses')} ({code})") from error
@@ -153,27 +139,15 @@ class AwsPrices:
 
 
 def _client(service: str, region: str) -> Any:
-    config = Config(
-        connect_timeout=CONNECT_S, read_timeout=READ_S, retries={"total_max_attempts": 1}
-    )
-    return boto3.session.Session().client(service, region_name=region, config=config)
+    return boto3.session.Session().client(service, region_name=region, config=PATIENCE)
 
 
 def _history(ec2: Any, instance_type: str, since: datetime) -> list[dict[str, Any]]:
     """All pages of it; few, since it goes back an hour."""
-    request: dict[str, Any] = {
-        "InstanceTypes": [instance_type],
-        "ProductDescriptions": list(LINUX),
-        "StartTime": since,
-    }
-    rows: list[dict[str, Any]] = []
-    end_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end_s:
-        answer = ec2.describe_spot_price_history(**request)
-        rows += answer["SpotPriceHistory"]
-        if not answer.get("NextToken"):
-            break
-        request["NextToken"] = answer["NextToken"]
+    pages = ec2.get_paginator("describe_spot_price_history").paginate(
+        InstanceTypes=[instance_type], ProductDescriptions=list(LINUX), StartTime=since
+    )
+    rows: list[dict[str, Any]] = [row for page in pages for row in page["SpotPriceHistory"]]
     return [row for row in rows if row["InstanceType"] == instance_type]
 
 
@@ -191,10 +165,3 @@ def _hourly(product: dict[str, Any]) -> list[float]:
         float(row["pricePerUnit"].get("USD", 0)) for row in dimensions if row["unit"] == "Hrs"
     ]
     return [usd for usd in prices if usd > 0]
-
-
-def _passes(error: BaseException) -> bool:
-    if isinstance(error, aws.ClientError):
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return code_of(error) in PASSING or status >= 500
-    return isinstance(error, aws.HTTPClientError | aws.ConnectionError)

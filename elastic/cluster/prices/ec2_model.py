@@ -39,7 +39,6 @@ def node_config_problems(spec: ClusterSpec) -> list[Problem]:
         config = {
             key: value for key, value in node_type.node_config.items() if key not in RAYS_KEYS
         }
-        place = (*node_type.place, "node_config")
         for key in FILLED_IN:
             if key in config:
                 right = (
@@ -47,8 +46,9 @@ def node_config_problems(spec: ClusterSpec) -> list[Problem]:
                     if key == "SubnetId"
                     else "min_workers and max_workers of the node type"
                 )
-                found.append(Problem((*place, key), "Ray sets it itself", right))
-        found += _wrong(config, _run_instances(), place)
+                what = "Ray sets it itself"
+                found.append(node_type.problem("node_config", key, what=what, right=right))
+        found += _wrong(config, _run_instances(), (*node_type.place, "node_config"))
     return found
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from elastic import catalog
 from elastic.cluster.prices.aws_prices import AwsPrices, NoAnswer, NoCredentials
 from elastic.types import Event, Pool, PriceSeen
-from elastic.worker.hosting.thread_boundary import ThreadBoundary
+from elastic.worker.hosting.thread_boundary import ThreadBoundary, waiting
 
 log = logging.getLogger(__name__)
 
@@ -88,12 +89,9 @@ class Market:
             return from_table(pool)
         try:
             if pool.market_type == "on-demand":
-                usd = self._keep(
-                    ("on-demand", pool.instance_type, pool.region),
-                    ON_DEMAND_S,
-                    self._on_demand,
-                    pool=pool,
-                )
+                key = ("on-demand", pool.instance_type, pool.region)
+                ask = partial(self.prices.on_demand, pool.instance_type, pool.region)
+                usd = self._keep(key, ON_DEMAND_S, ask)
                 return from_table(pool) if usd is None else Price(pool, usd, "price list of AWS")
             found = self.prices.spot(pool.instance_type, pool.region)
         except NoAnswer as error:
@@ -115,27 +113,22 @@ class Market:
         )
         return Price(pool, usd, f"spot price of AWS, {where}", zones, scores, score)
 
-    def _on_demand(self, pool: Pool) -> float | None:
-        return self.prices.on_demand(pool.instance_type, pool.region)
-
     def _scores(self, pool: Pool) -> dict[str, int]:
         key = ("scores", pool.instance_type, pool.region, str(pool.max_nodes))
+        ask = partial(self.prices.scores, pool.instance_type, pool.region, pool.max_nodes)
         try:
-            return dict(self._keep(key, SCORES_S, self._ask_scores, pool=pool))
+            return dict(self._keep(key, SCORES_S, ask))
         except NoAnswer as error:
             self._note(str(error))
             # nor is what was refused asked for at every look
             self._kept[key] = (time.monotonic(), {})
             return {}
 
-    def _ask_scores(self, pool: Pool) -> dict[str, int]:
-        return self.prices.scores(pool.instance_type, pool.region, pool.max_nodes)
-
-    def _keep(self, key: tuple[str, ...], for_s: float, ask: Any, *, pool: Pool) -> Any:
+    def _keep(self, key: tuple[str, ...], for_s: float, ask: Callable[[], Any]) -> Any:
         """What was found less than `for_s` ago is not asked for again."""
         known = self._kept.get(key)
         if known is None or time.monotonic() - known[0] > for_s:
-            known = self._kept[key] = (time.monotonic(), ask(pool))
+            known = self._kept[key] = (time.monotonic(), ask())
         return known[1]
 
     def _note(self, text: str) -> None:
@@ -184,10 +177,7 @@ class Ticker:
 
     def take(self) -> list[Event]:
         """What has come since the last call."""
-        found = []
-        while not self._news.empty():
-            found.append(self._news.get())
-        return found
+        return waiting(self._news)
 
     def close(self) -> None:
         """Does not wait for an answer that may never come."""

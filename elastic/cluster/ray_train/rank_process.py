@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -233,15 +233,21 @@ class RankProcess:
 
     def _get(self, key: str) -> str:
         """Waits until another rank has said it. Raises Left, RuntimeError."""
-        until_s, nap_s = time.monotonic() + self.rendezvous.timeout_s, NAP_S
-        while not self.store.check([key]):  # a wait that ends in vain is reported in the output
+        until_s = time.monotonic() + self.rendezvous.timeout_s
+        for _ in self._naps(key):  # a wait that ends in vain is reported in the output
             if self._asked:
                 raise Left
             if time.monotonic() > until_s:
                 raise TimeoutError(f"rank {self.rank} has waited in vain for the others")
+        return str(self.store.get(key).decode())
+
+    def _naps(self, key: str) -> Iterator[None]:
+        """Ever longer ones, until another rank has said it."""
+        nap_s = NAP_S
+        while not self.store.check([key]):
+            yield
             time.sleep(nap_s)
             nap_s = min(NAP_MOST_S, 2 * nap_s)
-        return str(self.store.get(key).decode())
 
     def _start(self, place: RankPlace, gpus: str) -> subprocess.Popen[str]:
         environment = os.environ | place.environment(self.run_name) | {PARENT: str(os.getpid())}
@@ -255,7 +261,10 @@ class RankProcess:
             environment.setdefault(*ON_CPUS)
         file, cwd = here(self.job.script or "", self.job.cwd)
         theirs: list[socket.socket] = []
-        if RAY_TRAIN.search(_text(file)):
+        text = ""
+        with suppress(OSError):  # the child says so
+            text = Path(file).read_text(errors="replace")
+        if RAY_TRAIN.search(text):
             mine, other = socket.socketpair()
             theirs.append(other)
             environment[QUESTIONS] = str(other.fileno())
@@ -284,7 +293,12 @@ class RankProcess:
             return
         with self._lock:
             if self._met_s is None and (place.world == 1 or n_guests(place.port) >= place.world):
-                self._met(now_s)
+                # where steps were printed before, the first one that is printed now shows from
+                # where the script continues
+                self._met_s = now_s
+                self.put(Progress(self.me, self.plan.generation, "supervising"))
+                if not self.plan.resume.step:
+                    self._enter(0, now_s)
             if (
                 self._met_s is not None
                 and self._entered_s is None
@@ -295,14 +309,6 @@ class RankProcess:
                 self._ran(now_s)
 
     # ------------------------------------------------------------------------------- what it tells
-
-    def _met(self, now_s: float) -> None:
-        """All ranks have. Where steps were printed before, the first one that is printed now shows
-        from where the script continues."""
-        self._met_s = now_s
-        self.put(Progress(self.me, self.plan.generation, "supervising"))
-        if not self.plan.resume.step:
-            self._enter(0, now_s)
 
     def _enter(self, step: int, now_s: float) -> None:
         if not self._asked:
@@ -330,7 +336,11 @@ class RankProcess:
                     with self._lock:
                         self._stepped(*found, time.monotonic(), logged=steps.taken())
                 while self.rank == 0 and steps.evaluations:
-                    self._evaluated(*steps.evaluations.pop(0))
+                    at, loss = steps.evaluations.pop(0)
+                    with self._lock:
+                        if self._entered_s is not None:
+                            told = {"validation_loss": loss}
+                            self.put(Evaluated(self.plan.generation, at, told))
 
     def _stepped(
         self, step: int, train_loss: float, now_s: float, *, logged: dict[str, float]
@@ -348,11 +358,6 @@ class RankProcess:
         done = StepDone(self.plan.generation, step, train_loss, 0, took_s, logged=logged)
         self.put(done)
         self.step, self._told_s, self._has_steps = step, now_s, True
-
-    def _evaluated(self, step: int, loss: float) -> None:
-        with self._lock:
-            if self._entered_s is not None:
-                self.put(Evaluated(self.plan.generation, step, {"validation_loss": loss}))
 
     def _ended(self, code: int) -> list[Event]:
         """What is to be said of its end, unless it was asked for."""
@@ -394,10 +399,8 @@ class RankProcess:
         try:
             if self.rank == 0:
                 self.store.set(key, json.dumps(self._notice))
-            nap_s = NAP_S
-            while not self.store.check([key]):
-                time.sleep(nap_s)
-                nap_s = min(NAP_MOST_S, 2 * nap_s)
+            for _ in self._naps(key):
+                pass
             found: dict[str, Any] | None = json.loads(self.store.get(key))
             if self.store.add(f"{key}/read", 1) == world:
                 self.store.delete_key(key)
@@ -415,13 +418,6 @@ def here(file: str, cwd: str) -> tuple[str, str]:
     if os.path.isfile(file):
         return file, cwd if os.path.isdir(cwd) else os.getcwd()
     return os.path.join(os.getcwd(), os.path.relpath(file, cwd)), os.getcwd()
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text(errors="replace")
-    except OSError:  # the child says so
-        return ""
 
 
 def n_guests(port: int) -> int:

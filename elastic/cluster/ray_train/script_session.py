@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from elastic.cluster.ray_train.rank_process import RankProcess
@@ -48,7 +49,9 @@ class ScriptSession:
         self._aborted = 0  # generations up to this one are
         self._process: RankProcess | None = None  # of the newest generation
         self._gap = 1  # steps between two lines of the script
-        threading.Thread(target=_load, name="load", daemon=True).start()
+        # takes a second; the first generation needs it
+        module = "elastic.worker.process_groups.rendezvous"
+        threading.Thread(target=import_module, args=(module,), name="load", daemon=True).start()
 
     def order(self, order: WorkerOrder) -> None:
         """Takes an order; its outcome is a message."""
@@ -127,8 +130,3 @@ class ScriptSession:
         if (process := self._process) is not None:
             process.end(0.0)
             process.join(wait_s)
-
-
-def _load() -> None:
-    """Takes a second; the first generation needs it."""
-    import elastic.worker.process_groups.rendezvous  # noqa: F401

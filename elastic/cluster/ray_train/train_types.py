@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import ray
@@ -65,27 +65,19 @@ def _check_kind(given: Any, kind: type, name: str) -> None:
         raise SpecError(f"{name}: it is a {type(given).__name__}; give a ray.train.{kind.__name__}")
 
 
-def _default(field: Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
-
-
 def _refuse_others(config: Any, known: Mapping[str, Any], why: Mapping[str, str]) -> None:
     """Every field that is not in `known` must have its default; `why` says what would be right
     instead."""
     name = type(config).__name__
+    unknown = "this version of elastic does not know what it should mean; leave it out"
     for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name in known or value == _default(field) or value in (None, {}, [], DEPRECATED):
+        value, made = getattr(config, field.name), field.default_factory
+        default = made() if made is not MISSING else field.default
+        if field.name in known or value == default or value in (None, {}, [], DEPRECATED):
             continue
-        reason = why.get(
-            field.name, "this version of elastic does not know what it should mean; leave it out"
-        )
-        raise SpecError(f"{name}({field.name}={_short(value)}): {reason}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        text = repr(value)
+        text = text if len(text) <= 60 else f"{text[:57]}..."
+        raise SpecError(f"{name}({field.name}={text}): {why.get(field.name, unknown)}")
 
 
 # ------------------------------------------------------------------------------------ ScalingConfig
@@ -190,11 +182,8 @@ def pools(asked: TrainRequest, on_cluster: bool) -> list[dict[str, Any]]:
     else:
         each = 2 if high >= 4 and not (low % 2 or high % 2) else 1
         n_nodes = -(-high // each)
-    pool = {
-        "name": POOL,
-        "accelerator_type": "GPU" if asked.gpu else "CPU",
-        "market_type": "owned",
-    } | asked.pool
+    kind = "GPU" if asked.gpu else "CPU"
+    pool = {"name": POOL, "accelerator_type": kind, "market_type": "owned"} | asked.pool
     return [pool | {"gpus_per_node": each, "max_nodes": n_nodes}]
 
 
@@ -274,11 +263,8 @@ def _kept(checkpoints: Any) -> dict[str, Any]:
         "checkpoint_at_end": "the last step is always stored",
     }
     _refuse_others(checkpoints, dict.fromkeys(known), why)
-    n, score, order = (
-        checkpoints.num_to_keep,
-        checkpoints.checkpoint_score_attribute,
-        checkpoints.checkpoint_score_order,
-    )
+    n, score = checkpoints.num_to_keep, checkpoints.checkpoint_score_attribute
+    order = checkpoints.checkpoint_score_order
     if score is None:
         return {"keep_every": 1} if n is None else {"keep_last": n}
     if score != "validation_loss" or order != "min":
@@ -321,12 +307,9 @@ def train_loop(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     said = logging.getLogger("elastic").info
     wishes = StandaloneOptions(
-        given.get("layout"),
-        given.get("run_name"),
-        given.get("storage"),
-        hear=lambda event: said("%s", event),
-        on_copy=_report,
-    )
+        given.get("layout"), given.get("run_name"), given.get("storage"),
+        hear=lambda event: said("%s", event), on_copy=_report,
+    )  # fmt: skip
     ended = StandaloneRun(spec, wishes).to_the_end()
     if ended.outcome != "succeeded":
         raise RuntimeError(f"{ended.run}: {ended.reason}")

@@ -27,6 +27,7 @@ from elastic.types import (
     Plan,
     Prepare,
     Terms,
+    WorkerId,
     apart,
     version_differences,
 )
@@ -60,9 +61,8 @@ class Entrance:
     def preparation(self, action: Prepare, plan: Plan | None) -> WorkerOrder:
         """What the workers of a node are told."""
         self._asked[action.node_id] = action
-        terms = Terms(
-            dict(self.known), action.gpu_bytes, action.host_bytes, self._mark_for(action.node_id)
-        )
+        mark = self._mark_for(action.node_id)
+        terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes, mark)
         neighbors = tuple(self._neighbors(action.node_id, plan))
         return WorkerOrder(action, entry=Entry(terms, partial(doors, neighbors)))
 
@@ -72,15 +72,11 @@ class Entrance:
             *(plan.ranks if plan is not None else ()),
             *(w for name in self._inside for w in self.worker_group.workers(name)),
         ]
-        first = {
-            worker.node_id: worker
-            for worker in reversed(workers)
-            if worker.node_id not in (node_id, "")
-        }
-        names = [
-            name for name in dict.fromkeys(worker.node_id for worker in workers) if name in first
-        ]
-        actors = (self.worker_group.actor(first[name]) for name in names)
+        first: dict[str, WorkerId] = {}  # of each other node
+        for worker in workers:
+            if worker.node_id not in (node_id, ""):
+                first.setdefault(worker.node_id, worker)
+        actors = map(self.worker_group.actor, first.values())
         return [actor for actor in actors if actor is not None][:NEIGHBORS]
 
     def _mark_for(self, node_id: str) -> Mark | None:
@@ -95,11 +91,8 @@ class Entrance:
                 self.folder.put(f"{PLACE}/{text}", text.encode())
                 self._mark = text
         except OSError as error:
-            log.warning(
-                "%s cannot be written, so that no node is asked whether it sees it: %s",
-                self.folder.uri,
-                error,
-            )
+            text = "%s cannot be written, so that no node is asked whether it sees it: %s"
+            log.warning(text, self.folder.uri, error)
             return None
         return Mark(
             self.folder.uri, f"{PLACE}/{self._mark}", f"{PLACE}/{self._mark}.{node_id}", self._mark
@@ -107,12 +100,8 @@ class Entrance:
 
     def _unanswered(self, node_id: str, admission: Admission | None) -> str:
         """Why the node's storage is not this driver's; '' = it is, or the node was not asked."""
-        if (
-            self.folder is None
-            or admission is None
-            or not self._mark
-            or admission.mark != self._mark
-        ):
+        asked = self._mark and admission is not None and admission.mark == self._mark
+        if self.folder is None or not asked:
             return ""
         key = f"{PLACE}/{self._mark}.{node_id}"
         try:
@@ -121,21 +110,11 @@ class Entrance:
         except FileNotFoundError:
             found = False
         except OSError as error:
-            log.warning(
-                "%s cannot be read, so that it is not known whether %s writes there: %s",
-                key,
-                node_id,
-                error,
-            )
+            text = "%s cannot be read, so that it is not known whether %s writes there: %s"
+            log.warning(text, key, node_id, error)
             return ""
-        return (
-            ""
-            if found
-            else apart(
-                self.folder.uri,
-                "a file that the node has written is not there on the driver's host, in",
-            )
-        )
+        what = "a file that the node has written is not there on the driver's host, in"
+        return "" if found else apart(self.folder.uri, what)
 
     def passed(self, event: Event, nodes: dict[str, Node]) -> Event:
         """The event as the policy is to hear it: nodes that came together are held against each
@@ -178,11 +157,8 @@ class Entrance:
                 name in nodes and len(self.worker_group.workers(name)) >= nodes[name].gpus
                 for name in event.neighbors
             ):
-                log.info(
-                    "%s is looked at once more: %s, and a node that it did not reach is gone",
-                    node_id,
-                    event.reason,
-                )
+                text = "%s is looked at once more: %s, and a node that it did not reach is gone"
+                log.info(text, node_id, event.reason)
                 again.append(self._asked[node_id])
             elif now_s >= until_s:
                 refused.append(event)

@@ -31,7 +31,7 @@ def measured(
         chosen = _chosen(remote_processes.connect(address), kinds)
         tasks = {kind: _task(node, wanted) for kind, node in chosen.items()}
         end = time.monotonic() + wanted.seconds + WAIT_S
-        return dict(_result(*item, chosen[item[0]], end=end) for item in tasks.items())
+        return dict(_result(kind, task, chosen[kind], end=end) for kind, task in tasks.items())
     finally:
         # ends the tasks of this driver, and with them their processes
         remote_processes.disconnect()
@@ -72,12 +72,9 @@ def _result(kind: str, task: Any, node: RayNode, *, end: float) -> tuple[str, di
     try:
         here, found = ray.get(task)
     except RayTaskError as error:
-        cause = error.cause
-        raise (
-            cause
-            if isinstance(cause, ElasticError)
-            else CloudFailed(f"{node.address}: measuring raised {cause!r}")
-        ) from error
+        if isinstance(error.cause, ElasticError):
+            raise error.cause from error
+        raise CloudFailed(f"{node.address}: measuring raised {error.cause!r}") from error
     except RayError as error:
         raise CloudFailed(f"{node.address}: {' '.join(str(error).split())[:200]}") from error
     return kind or here, found | {"host": node.address}

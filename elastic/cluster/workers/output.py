@@ -100,23 +100,17 @@ class Output:
 
     def _lines(self) -> tuple[str, ...]:
         try:
-            return self._newest()
+            n_bytes = os.fstat(self._file).st_size
+            if not self._tells or n_bytes <= self._told_bytes:
+                return ()
+            begin = max(self._told_bytes, n_bytes - TELL_BYTES)
+            found = os.pread(self._file, n_bytes - begin, begin)
         except OSError:
             return ()
-
-    def _newest(self) -> tuple[str, ...]:
-        n_bytes = os.fstat(self._file).st_size
-        if not self._tells or n_bytes <= self._told_bytes:
-            return ()
-        begin = max(self._told_bytes, n_bytes - TELL_BYTES)
-        found = os.pread(self._file, n_bytes - begin, begin)
         if len(found) < TELL_BYTES:  # else a line without an end, which is reported in parts
             found = found[: found.rfind(b"\n") + 1]
-        missed = (
-            [f"... {begin - self._told_bytes:,} bytes are in {self.path} only"]
-            if begin > self._told_bytes
-            else []
-        )
+        n_missed = begin - self._told_bytes
+        missed = [f"... {n_missed:,} bytes are in {self.path} only"] if n_missed else []
         self._told_bytes = begin + len(found)
         texts = found.decode(errors="replace").split("\n")
         # a bar's last state

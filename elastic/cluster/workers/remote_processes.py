@@ -75,23 +75,6 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def actors_left(namespace: str) -> list[str]:
-    """Names of the living actors of a namespace."""
-    return [
-        a["name"]
-        for a in ray.util.list_named_actors(all_namespaces=True)
-        if a["namespace"] == namespace
-    ]
-
-
-def end_actors(namespace: str) -> None:
-    for name in actors_left(namespace):
-        try:
-            ray.kill(ray.get_actor(name, namespace))
-        except ValueError:  # it has just ended
-            continue
-
-
 # ------------------------------------------------------------------------------------------ there
 
 
@@ -175,12 +158,8 @@ def _free_port() -> int:
 def _on(seat: Seat, takes_place: bool = True) -> dict[str, Any]:
     """Ray's options for something that runs at a seat."""
     where = NodeAffinitySchedulingStrategy(seat.ray_id, soft=False)
-    need = (
-        {"num_gpus": 1}
-        if seat.on_gpu and takes_place
-        else {"num_cpus": 1 if takes_place and not seat.on_gpu else 0}
-    )
-    return {"num_cpus": 0, **need, "scheduling_strategy": where}
+    need = {"num_gpus": 1} if seat.on_gpu else {"num_cpus": 1}
+    return {"num_cpus": 0, **(need if takes_place else {}), "scheduling_strategy": where}
 
 
 class ProcessSignals:

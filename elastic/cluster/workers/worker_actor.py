@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,8 +98,12 @@ class Worker:
         self.session = _imported(setup.session)(setup.me, setup.job, setup.run_uri)
         if self.output is not None:
             self.session.calls_file = calls_file(self.output.path.parent, os.getpid())
-        if setup.train_function:
-            self.session.train_function = _loader(setup.train_function)
+        if setup.train_function:  # each start of the function is another copy of it
+            from elastic.cluster.workers import train_function
+
+            train_function.keep_as_they_are()
+            data = setup.train_function
+            self.session.train_function = lambda: train_function.loaded(data)
         self.lock = threading.Lock()
         self.versions = tuple(versions().items())
         self.prepared = False
@@ -117,14 +120,9 @@ class Worker:
         self._fence(epoch)
         setup = self.setup
         return WorkerInfo(
-            setup.me,
-            setup.incarnation,
-            setup.pool,
-            os.getpid(),
-            self.prepared,
-            self.ordered,
+            setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered,
             self.versions,
-        )
+        )  # fmt: skip
 
     def newest_plans(self, epoch: int) -> tuple[Plan, ...]:
         """That it was given, the newest last: a driver may have given one while storage did not
@@ -181,7 +179,12 @@ class Worker:
         self.ordered = plan.generation
         self.plans.append(plan)
         if self.output is not None:
-            self.output.begin(*_part(self.setup.me, plan))
+            me = self.setup.me
+            rank = plan.ranks.index(me) if me in plan.ranks else -1
+            what = f"rank {rank} of {len(plan.ranks)}"
+            what = what if rank >= 0 else "gives its state to the others"
+            text = f"generation {plan.generation} after step {plan.resume.step}: {what}"
+            self.output.begin(text, tells=rank == 0)
         if self.stands_back:
             self.stands_back = False
             processes.step_forward()
@@ -206,9 +209,8 @@ class Worker:
         while True:
             time.sleep(look_s)
             now = time.monotonic()
-            alone_s = (
-                0.0 if self.polled_at != polled_at else alone_s + min(2 * look_s, now - looked_at)
-            )
+            alone_s += min(2 * look_s, now - looked_at)
+            alone_s = alone_s if self.polled_at == polled_at else 0.0
             looked_at, polled_at = now, self.polled_at
             if alone_s > lease_s and self._left_as_orphan():
                 os._exit(0)
@@ -216,8 +218,7 @@ class Worker:
     def _left_as_orphan(self) -> bool:
         """Stops at the next boundary, saves, and waits for that. False: a driver came back
         meanwhile."""
-        since = self.polled_at
-        generation = self.ordered
+        since, generation = self.polled_at, self.ordered
         if generation > self.left:
             self.session.order(WorkerOrder(Quiesce(generation)))
         deadline = time.monotonic() + ORPHAN_LEAVE_S
@@ -247,14 +248,6 @@ class Worker:
             )
 
 
-def _loader(data: bytes) -> Callable[[], Callable[[], None]]:
-    """Each start of the function is another copy of it."""
-    from elastic.cluster.workers import train_function
-
-    train_function.keep_as_they_are()
-    return lambda: train_function.loaded(data)
-
-
 def _imported(path: str) -> Any:
     """What `module:name` is. No garbage is looked for meanwhile: an import leaves none, and the
     looking took a tenth of it."""
@@ -274,16 +267,6 @@ def _output(setup: WorkerSetup) -> Output | None:
     try:
         return Output(setup.logs, str(setup.me))
     except OSError as error:
-        log.warning(
-            "%s cannot be written (%s): what this worker prints stays in Ray's own log",
-            setup.logs,
-            error,
-        )
+        text = "%s cannot be written (%s): what this worker prints stays in Ray's own log"
+        log.warning(text, setup.logs, error)
         return None
-
-
-def _part(me: WorkerId, plan: Plan) -> tuple[str, bool]:
-    """What a worker is in a plan, and whether it speaks for all."""
-    rank = plan.ranks.index(me) if me in plan.ranks else -1
-    what = f"rank {rank} of {len(plan.ranks)}" if rank >= 0 else "gives its state to the others"
-    return f"generation {plan.generation} after step {plan.resume.step}: {what}", rank == 0

@@ -26,11 +26,13 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.nodes.providers import signal_there
+from elastic.cluster.ray.actors import kill, named_actors
 from elastic.cluster.workers.worker_actor import MAX_CONCURRENCY, Worker, WorkerInfo, WorkerSetup
 from elastic.errors import SpecError
 from elastic.types import Action, Plan, WorkerId, version_differences
 from elastic.types.orders import WorkerOrder
 from elastic.version import versions
+from elastic.worker.hosting.thread_boundary import waiting
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +187,7 @@ class WorkerGroup:
             return
         with self._lock:
             if self._incarnations.get(me) != incarnation:
-                _kill(actor)
+                kill(actor)
                 return
             self._join(me, _Member(actor, placement.ray_id, incarnation))
         self.order(me, first)
@@ -194,53 +196,38 @@ class WorkerGroup:
         """Finds the run's living actors, of each worker the newest; the others end, and so does one
         of other versions than this driver's (`outdated` says which). Not `keep`: all of them
         end."""
-        found = [
-            a["name"]
-            for a in ray.util.list_named_actors(all_namespaces=True)
-            if a["namespace"] == self.namespace
-        ]
-        actors = {
-            name: actor for name in found if (actor := _actor(name, self.namespace)) is not None
-        }
+        actors = named_actors(self.namespace)
         asked: dict[Any, Any] = {}
         if keep:
-            asked = {actor.worker_info.remote(self.setup.epoch): actor for actor in actors.values()}
-        ready: list[Any] = (
-            ray.wait(list(asked), num_returns=len(asked), timeout=PASSPORT_MOST_S)[0]
-            if asked
-            else []
-        )
+            asked = {actor.worker_info.remote(self.setup.epoch): actor for actor in actors}
+        ready: list[Any] = []
+        if asked:
+            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=PASSPORT_MOST_S)
         newest: dict[WorkerId, tuple[WorkerInfo, Any]] = {}
         for ref in ready:
             try:
-                worker_info = ray.get(ref)
+                info = ray.get(ref)
             except RayError:
                 continue
-            if different := _outdated(worker_info):
-                self.outdated[worker_info.me] = different
-                log.warning("worker %s is replaced: it runs %s", worker_info.me, different)
-            elif (
-                worker_info.me not in newest
-                or newest[worker_info.me][0].incarnation < worker_info.incarnation
-            ):
-                newest[worker_info.me] = (worker_info, asked[ref])
-        kept = {id(actor) for _, actor in newest.values()}
-        for actor in actors.values():
-            if id(actor) not in kept:
-                _kill(actor)
-        for me, (worker_info, actor) in newest.items():
-            self._incarnations[me] = worker_info.incarnation
-            self._join(
-                me,
-                _Member(
-                    actor,
-                    "",
-                    worker_info.incarnation,
-                    pid=worker_info.pid,
-                    generation=worker_info.generation,
-                ),
+            different = (
+                version_differences(versions(), dict(info.versions))
+                if info.versions
+                else "an older version of elastic"
             )
-        return [worker_info for worker_info, _ in newest.values()]
+            if different:
+                self.outdated[info.me] = different
+                log.warning("worker %s is replaced: it runs %s", info.me, different)
+            elif info.me not in newest or newest[info.me][0].incarnation < info.incarnation:
+                newest[info.me] = (info, asked[ref])
+        kept = {id(actor) for _, actor in newest.values()}
+        for actor in actors:
+            if id(actor) not in kept:
+                kill(actor)
+        for me, (info, actor) in newest.items():
+            self._incarnations[me] = info.incarnation
+            member = _Member(actor, "", info.incarnation, pid=info.pid, generation=info.generation)
+            self._join(me, member)
+        return [info for info, _ in newest.values()]
 
     def plans_after(self, generation: int) -> tuple[Plan, ...]:
         """Plans of newer generations that the adopted workers were given, the newest last."""
@@ -369,9 +356,7 @@ class WorkerGroup:
             answer = self._read(ref, worker, ref in polls)
             if answer is not None:
                 found.append(answer)
-        while not self._news.empty():
-            found.append(self._news.get())
-        return found
+        return [*found, *waiting(self._news)]
 
     def _read(self, ref: Any, worker: WorkerId, is_poll: bool) -> PollAnswer | BrokenWorker | None:
         member = self._members.get(worker)
@@ -384,20 +369,17 @@ class WorkerGroup:
         except ActorUnavailableError:
             return None  # the connection broke; it may come back, and silence is measured on
         except RayTaskError as error:
-            return BrokenWorker(
-                worker,
-                "replaced" if isinstance(error, SpecError) else "infrastructure",
-                _short(error),
-            )
-        except (
-            RayError
-        ) as error:  # ActorDiedError, OutOfMemoryError of the memory monitor, NodeDiedError ...
+            replaced = isinstance(error, SpecError)
+            return BrokenWorker(worker, "replaced" if replaced else "infrastructure", _short(error))
+        # ActorDiedError, OutOfMemoryError of the memory monitor, NodeDiedError ...
+        except RayError as error:
             if member is None:
                 return None
             self.forget(worker)
-            return BrokenWorker(
-                worker, "process", f"its process is gone: {_why_gone(error)}", member.pid
-            )
+            why = _short(error)
+            if isinstance(error, OutOfMemoryError):  # its own text lists all processes
+                why = "Ray's memory monitor killed it, since the host's memory was nearly used up"
+            return BrokenWorker(worker, "process", f"its process is gone: {why}", member.pid)
         if not is_poll or member is None:
             return None
         messages = tuple(event for number, event in beat.messages if number > member.seen)
@@ -442,11 +424,11 @@ class WorkerGroup:
             member = self._members.get(worker)
             self.forget(worker)
             if member is not None and not self._later(worker.node_id, partial(self._end, member)):
-                _kill(member.actor)
+                kill(member.actor)
 
     def _end(self, member: _Member) -> None:
         self._signal(member, signal.SIGKILL)
-        _kill(member.actor)
+        kill(member.actor)
 
     def close(self, end: bool, wait: bool = True, own: bool = True) -> None:
         """`wait`: for actors that are being made, which may take a minute where the head is gone.
@@ -461,36 +443,6 @@ class WorkerGroup:
             thread.join()
         if end:
             self.end(self.workers())
-
-
-def _actor(name: str, namespace: str) -> Any:
-    try:
-        return ray.get_actor(name, namespace)
-    except ValueError:  # it has just ended
-        return None
-
-
-def _outdated(worker_info: WorkerInfo) -> str:
-    """How its versions differ from this driver's; '' = they do not."""
-    return (
-        version_differences(versions(), dict(worker_info.versions))
-        if worker_info.versions
-        else "an older version of elastic"
-    )
-
-
-def _kill(actor: Any) -> None:
-    try:
-        ray.kill(actor, no_restart=True)
-    except (RayError, ValueError):
-        pass
-
-
-def _why_gone(error: RayError) -> str:
-    # its own text is a report of many lines, a listing of processes among them
-    if isinstance(error, OutOfMemoryError):
-        return "Ray's memory monitor killed it, since the host's memory was nearly used up"
-    return _short(error)
 
 
 def _short(error: BaseException) -> str:

@@ -63,6 +63,10 @@ class ClusterNodeType:
     max_nodes: int = 0
     head: bool = False
 
+    def problem(self, *keys: str | int, what: str, right: str, warning: bool = False) -> Problem:
+        """Something wrong in it, at these keys."""
+        return Problem((*self.place, *keys), what, right, warning)
+
 
 @dataclass(frozen=True)
 class ClusterSpec:

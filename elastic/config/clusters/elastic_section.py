@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from elastic.config.clusters.cluster_file import Place, Problem
-from elastic.config.strict import NODES_MOST, SECONDS_MOST, USD_MOST, Strict
+from elastic.config.strict import NODES_MOST, SECONDS_MOST, USD_MOST, Strict, mapping
 from elastic.types import MarketType
 
 PLACE: Place = ("metadata", "elastic")
@@ -54,16 +54,12 @@ class Own(Strict):
 
 
 def own_section(data: dict[str, Any]) -> tuple[Own, list[Problem]]:
-    metadata = data.get("metadata")
-    given = metadata.get("elastic") if isinstance(metadata, dict) else None
+    given = mapping(data.get("metadata")).get("elastic")
     if given is None:
         return Own(), []
     if not isinstance(given, dict):
-        return Own(), [
-            Problem(
-                PLACE, f"it is {given!r}", "it must hold keys and values: on_demand_floor, pools"
-            )
-        ]
+        right = "it must hold keys and values: on_demand_floor, pools"
+        return Own(), [Problem(PLACE, f"it is {given!r}", right)]
     try:
         return Own.model_validate(given), []
     except ValidationError as error:

@@ -3,32 +3,25 @@ instances.insert."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from elastic.config.clusters.cluster_file import ClusterSpec, Problem
+from elastic.config.strict import mapping
 
 
 def project(spec: ClusterSpec) -> Iterator[Problem]:
-    provider = spec.data.get("provider")
-    given = provider if isinstance(provider, Mapping) else {}
-    if not given.get("project_id"):
-        yield Problem(
-            ("provider", "project_id"),
-            "it is missing",
-            "the id of the Google Cloud project that pays",
-        )
+    if not mapping(spec.data.get("provider")).get("project_id"):
+        right = "the id of the Google Cloud project that pays"
+        yield Problem(("provider", "project_id"), "it is missing", right)
     if len(spec.zones) != 1:
         what = f"availability_zone names {len(spec.zones)} zones, Ray's provider takes one"
-        yield Problem(
-            ("provider", "availability_zone"),
-            what,
-            "one zone; a second cluster file for another one",
-        )
+        right = "one zone; a second cluster file for another one"
+        yield Problem(("provider", "availability_zone"), what, right)
     for worker in spec.workers:
         if worker.zone and spec.zones and worker.zone not in spec.zones:
             what = f"labeled {worker.zone}, but Ray starts all nodes in {spec.zones[0]}"
-            yield Problem((*worker.place, "labels"), what, spec.zones[0])
+            yield worker.problem("labels", what=what, right=spec.zones[0])
 
 
 def account(spec: ClusterSpec) -> Iterator[Problem]:
@@ -38,12 +31,8 @@ def account(spec: ClusterSpec) -> Iterator[Problem]:
             "Ray gives the head a service account with compute.admin and storage.objectAdmin on "
             "the whole project"
         )
-        yield Problem(
-            (*head.place, "node_config"),
-            what,
-            "serviceAccounts: [{email: ..., scopes: [...]}] of your own",
-            True,
-        )
+        right = "serviceAccounts: [{email: ..., scopes: [...]}] of your own"
+        yield head.problem("node_config", what=what, right=right, warning=True)
 
 
 def maintenance(spec: ClusterSpec) -> Iterator[Problem]:
@@ -51,20 +40,15 @@ def maintenance(spec: ClusterSpec) -> Iterator[Problem]:
     for worker in spec.workers:
         scheduling = worker.node_config.get("scheduling")
         parts: list[Any] = scheduling if isinstance(scheduling, list) else [scheduling]
-        said = {
-            key: value for part in parts if isinstance(part, Mapping) for key, value in part.items()
-        }
+        said = {key: value for part in parts for key, value in mapping(part).items()}
         if (
             worker.market_type == "on-demand"
             and worker.resources.get("GPU")
             and said.get("onHostMaintenance") != "TERMINATE"
         ):
-            place = (*worker.place, "node_config", "scheduling")
-            yield Problem(
-                place,
-                "a machine with GPUs cannot be moved",
-                "scheduling: {onHostMaintenance: TERMINATE}",
-            )
+            what = "a machine with GPUs cannot be moved"
+            right = "scheduling: {onHostMaintenance: TERMINATE}"
+            yield worker.problem("node_config", "scheduling", what=what, right=right)
 
 
 RULES = (project, account, maintenance)

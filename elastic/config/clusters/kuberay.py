@@ -16,7 +16,7 @@ from elastic.config.clusters.cluster_file import (
 from elastic.config.clusters.elastic_section import Own, OwnPool
 from elastic.config.clusters.kuberay_schema import problems_of_schema
 from elastic.config.clusters.pools import pools_of
-from elastic.config.strict import USD_MOST, finite
+from elastic.config.strict import USD_MOST, finite, listed, mapping, whole
 from elastic.types import MarketType
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
@@ -49,39 +49,24 @@ def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec,
     place: Place = ("spec",) if manifest["kind"] == "RayCluster" else ("spec", "rayClusterSpec")
     cluster: Any = manifest
     for key in place:
-        cluster = _mapping(cluster).get(str(key))
-    groups = _mapping(cluster).get("workerGroupSpecs")
-    entries = groups if isinstance(groups, list) else []
+        cluster = mapping(mapping(cluster).get(str(key)))
     workers = [
-        _group(_mapping(entry), (*place, "workerGroupSpecs", n)) for n, entry in enumerate(entries)
+        _group(mapping(entry), (*place, "workerGroupSpecs", n))
+        for n, entry in enumerate(listed(cluster.get("workerGroupSpecs")))
     ]
-    head = ClusterNodeType(
-        "head",
-        (*place, "headGroupSpec"),
-        node_config=_mapping(_mapping(cluster).get("headGroupSpec")),
-        head=True,
-    )
+    config = mapping(cluster.get("headGroupSpec"))
+    head = ClusterNodeType("head", (*place, "headGroupSpec"), node_config=config, head=True)
     prices = {
         w.name: OwnPool(usd_per_node_h=p)
         for w in workers
         if (p := _price(w.node_config)) is not None
     }
     pools, sources, problems = pools_of("kubernetes", (head, *workers), Own(pools=prices))
-    name = str(_mapping(manifest.get("metadata")).get("name", ""))
-    usd_per_h = _price(head.node_config) or 0.0
+    name = str(mapping(manifest.get("metadata")).get("name", ""))
     made = ClusterSpec(
-        file,
-        name,
-        "kubernetes",
-        "",
-        (),
-        (head, *workers),
-        pools,
-        dict(manifest),
-        0,
-        sources,
-        head_usd_per_h=usd_per_h,
-    )
+        file, name, "kubernetes", "", (), (head, *workers), pools, dict(manifest), 0, sources,
+        head_usd_per_h=_price(head.node_config) or 0.0,
+    )  # fmt: skip
     said = [*_about_groups(manifest, (*place, "workerGroupSpecs")), *_without_a_most(workers)]
     return made, [*said, *problems]
 
@@ -97,22 +82,20 @@ def _about_groups(manifest: Mapping[str, Any], place: Place) -> list[Problem]:
 
 
 def _without_a_most(workers: Sequence[ClusterNodeType]) -> list[Problem]:
-    what, right = (
-        f"it is missing: Kubernetes takes {2**31 - 1} for it",
-        "give the most that you pay for",
-    )
+    what = f"it is missing: Kubernetes takes {2**31 - 1} for it"
     return [
-        Problem((*worker.place, "maxReplicas"), what, right)
+        worker.problem("maxReplicas", what=what, right="give the most that you pay for")
         for worker in workers
         if not worker.max_nodes and "maxReplicas" not in worker.node_config
     ]
 
 
 def _group(entry: Mapping[str, Any], place: Place) -> ClusterNodeType:
-    labels = {str(key): str(value) for key, value in _mapping(entry.get("labels")).items()}
-    pod = _mapping(_mapping(entry.get("template")).get("spec"))
-    selector = {str(key): str(value) for key, value in _mapping(pod.get("nodeSelector")).items()}
-    bought_as = _market(selector)
+    labels = {str(key): str(value) for key, value in mapping(entry.get("labels")).items()}
+    pod = mapping(mapping(entry.get("template")).get("spec"))
+    selector = {str(key): str(value) for key, value in mapping(pod.get("nodeSelector")).items()}
+    spot = any(selector.get(key) == value for key, value in SPOT_SELECTORS.items())
+    bought_as: MarketType = "spot" if spot else "on-demand"
     market = labels.get(MARKET_LABEL)
     return ClusterNodeType(
         str(entry.get("groupName", f"group {place[-1]}")),
@@ -125,25 +108,16 @@ def _group(entry: Mapping[str, Any], place: Place) -> ClusterNodeType:
         labels,
         _resources(pod, labels),
         dict(entry),
-        _whole(entry.get("minReplicas")),
-        _whole(entry.get("maxReplicas", entry.get("replicas"))),
-    )
-
-
-def _market(selector: Mapping[str, str]) -> MarketType:
-    return (
-        "spot"
-        if any(selector.get(key) == value for key, value in SPOT_SELECTORS.items())
-        else "on-demand"
+        whole(entry.get("minReplicas")),
+        whole(entry.get("maxReplicas", entry.get("replicas"))),
     )
 
 
 def _resources(pod: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, float]:
     """GPUs that the containers may use; where there are none: whole CPUs."""
-    containers = pod.get("containers")
     limits = [
-        _mapping(_mapping(_mapping(c).get("resources")).get("limits"))
-        for c in (containers if isinstance(containers, list) else ())
+        mapping(mapping(mapping(container).get("resources")).get("limits"))
+        for container in listed(pod.get("containers"))
     ]
     gpus = sum(_quantity(limit.get(key)) for limit in limits for key in GPU_KEYS)
     if gpus or labels.get(ACCELERATOR_LABEL):
@@ -152,20 +126,11 @@ def _resources(pod: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, f
 
 
 def _price(entry: Mapping[str, Any]) -> float | None:
-    metadata = _mapping(_mapping(entry.get("template")).get("metadata"))
-    text = _mapping(metadata.get("annotations")).get(PRICE)
-    found = finite(text)
+    metadata = mapping(mapping(entry.get("template")).get("metadata"))
+    found = finite(mapping(metadata.get("annotations")).get(PRICE))
     return found if found is not None and 0 <= found <= USD_MOST else None
 
 
 def _quantity(value: Any) -> float:
     text = str(value if value is not None else 0)
     return (finite(text[:-1]) or 0.0) / 1000 if text.endswith("m") else finite(text) or 0.0
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) and value >= 0 else 0

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic.config.clusters.cluster_file import ClusterSpec, Place, Problem
+from elastic.config.clusters.cluster_file import ClusterNodeType, ClusterSpec, Problem
 from elastic.config.clusters.kuberay_schema import problems_of_schema
+from elastic.config.strict import listed, mapping
 
 NOTICE_S = 30  # that a pod has to leave; the shortest of the clouds' notices
 GRACE_S = 30  # Kubernetes' default
@@ -18,15 +19,15 @@ SLEEP = re.compile(r"\bsleep\W+(\d+)")
 
 def cluster_of(spec: ClusterSpec) -> tuple[tuple[str | int, ...], Mapping[str, Any]]:
     """Where the cluster stands in the manifest, and what stands there."""
-    inner = _mapping(spec.data.get("spec"))
+    inner = mapping(spec.data.get("spec"))
     if spec.data.get("kind") == "RayJob":
-        return ("spec", "rayClusterSpec"), _mapping(inner.get("rayClusterSpec"))
+        return ("spec", "rayClusterSpec"), mapping(inner.get("rayClusterSpec"))
     return ("spec",), inner
 
 
 def authentication(spec: ClusterSpec) -> Iterator[Problem]:
     place, cluster = cluster_of(spec)
-    if _mapping(cluster.get("authOptions")).get("mode") != "token":
+    if mapping(cluster.get("authOptions")).get("mode") != "token":
         what = "Ray runs the code of whoever reaches its ports: no token is asked for"
         yield Problem((*place, "authOptions"), what, "authOptions: {mode: token}")
 
@@ -34,14 +35,9 @@ def authentication(spec: ClusterSpec) -> Iterator[Problem]:
 def autoscaler(spec: ClusterSpec) -> Iterator[Problem]:
     place, cluster = cluster_of(spec)
     if not cluster.get("enableInTreeAutoscaling"):
-        right = "enableInTreeAutoscaling: true"
-        yield Problem(
-            (*place, "enableInTreeAutoscaling"),
-            "no autoscaler: replicas stay as they are",
-            right,
-            True,
-        )
-    elif _mapping(cluster.get("autoscalerOptions")).get("version") != "v2":
+        key, what = "enableInTreeAutoscaling", "no autoscaler: replicas stay as they are"
+        yield Problem((*place, key), what, f"{key}: true", True)
+    elif mapping(cluster.get("autoscalerOptions")).get("version") != "v2":
         what = (
             "the first autoscaler does not know label selectors: it would start nodes of the "
             "wrong pool"
@@ -51,35 +47,31 @@ def autoscaler(spec: ClusterSpec) -> Iterator[Problem]:
 
 def pods(spec: ClusterSpec) -> Iterator[Problem]:
     for node_type in spec.node_types:
-        pod = _mapping(_mapping(node_type.node_config.get("template")).get("spec"))
-        place = (*node_type.place, "template", "spec")
-        containers = pod.get("containers") if isinstance(pod.get("containers"), list) else []
+        pod = mapping(mapping(node_type.node_config.get("template")).get("spec"))
+        containers = [mapping(container) for container in listed(pod.get("containers"))]
         if not node_type.head:
-            yield from _grace(pod, [_mapping(container) for container in containers or []], place)
-        for n, container in enumerate(containers or []):
-            image = str(_mapping(container).get("image", ""))
+            yield from _grace(node_type, pod, containers)
+        for n, container in enumerate(containers):
+            image = str(container.get("image", ""))
             if image.endswith(":latest") or ":" not in image.rsplit("/", 1)[-1]:
+                what = f"'{image}' may be another one tomorrow"
                 right = "a tag or digest, the same for head and workers"
-                yield Problem(
-                    (*place, "containers", n, "image"),
-                    f"'{image}' may be another one tomorrow",
-                    right,
-                    True,
-                )
+                place = ("template", "spec", "containers", n, "image")
+                yield node_type.problem(*place, what=what, right=right, warning=True)
 
 
 def _grace(
-    pod: Mapping[str, Any], containers: list[Mapping[str, Any]], place: Place
+    worker: ClusterNodeType, pod: Mapping[str, Any], containers: list[Mapping[str, Any]]
 ) -> Iterator[Problem]:
     """Kubernetes counts the hook's time from the grace period, and kills all at its end."""
     grace = pod.get("terminationGracePeriodSeconds", GRACE_S)
     if not isinstance(grace, int):
         return  # the schema says so
-    there = (*place, "terminationGracePeriodSeconds")
+    place = ("template", "spec", "terminationGracePeriodSeconds")
     hook_s = max(map(_hook_s, containers), default=0)
     if grace < NOTICE_S:
-        right = f"at least {NOTICE_S} s, as the clouds give"
-        yield Problem(there, f"a pod that is told to leave has {grace} s", right)
+        what = f"a pod that is told to leave has {grace} s"
+        yield worker.problem(*place, what=what, right=f"at least {NOTICE_S} s, as the clouds give")
     elif grace <= hook_s:
         default = "" if "terminationGracePeriodSeconds" in pod else " (Kubernetes' default)"
         what = (
@@ -90,17 +82,16 @@ def _grace(
             f"terminationGracePeriodSeconds: {hook_s + 10}, or a hook of at most {grace - 5} s: "
             f"pre_stop.sh {grace - 5}"
         )
-        yield Problem(there, what, right)
+        yield worker.problem(*place, what=what, right=right)
 
 
 def _hook_s(container: Mapping[str, Any]) -> int:
     """How long its preStop hook may take; 0 = there is none, or that is not known."""
-    hook = _mapping(_mapping(container.get("lifecycle")).get("preStop"))
-    slept = _mapping(hook.get("sleep")).get("seconds")
+    hook = mapping(mapping(container.get("lifecycle")).get("preStop"))
+    slept = mapping(hook.get("sleep")).get("seconds")
     if isinstance(slept, int):
         return slept
-    command = _mapping(hook.get("exec")).get("command")
-    text = " ".join(map(str, command)) if isinstance(command, list) else ""
+    text = " ".join(map(str, listed(mapping(hook.get("exec")).get("command"))))
     if found := HOOK.search(text):
         return int(found[1] or HOOK_S)
     return sum(int(seconds) for seconds in SLEEP.findall(text))
@@ -112,16 +103,13 @@ def schema(spec: ClusterSpec) -> Iterator[Problem]:
 
 def replicas(spec: ClusterSpec) -> Iterator[Problem]:
     for worker in spec.workers:
-        place = (*worker.place, "maxReplicas")
         if worker.min_nodes > worker.max_nodes:
             what = f"{worker.max_nodes}, but minReplicas is {worker.min_nodes}"
-            yield Problem(place, what, f"at least {worker.min_nodes}")
+            right = f"at least {worker.min_nodes}"
+            yield worker.problem("maxReplicas", what=what, right=right)
         elif worker.node_config.get("maxReplicas") == 0:
-            yield Problem(place, "0: the group is no pool", "at least 1, or no such group", True)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+            what, right = "0: the group is no pool", "at least 1, or no such group"
+            yield worker.problem("maxReplicas", what=what, right=right, warning=True)
 
 
 RULES = (schema, authentication, autoscaler, replicas, pods)

@@ -22,14 +22,12 @@ def pools_of(
 ) -> tuple[tuple[Pool, ...], dict[str, str], list[Problem]]:
     """The pools, where the price of each comes from, and what is wrong."""
     workers = [found for found in node_types if not found.head and found.max_nodes > 0]
+    names = [worker.name for worker in workers]
+    right = f"pools are {', '.join(names) or 'none'}"
     problems = [
-        Problem(
-            (*PLACE, "pools", name),
-            "there is no such pool",
-            f"pools are {', '.join(w.name for w in workers) or 'none'}",
-        )
+        Problem((*PLACE, "pools", name), "there is no such pool", right)
         for name in own.pools
-        if name not in [worker.name for worker in workers]
+        if name not in names
     ]
     pools, sources = [], {}
     for worker in workers:
@@ -56,12 +54,9 @@ def _pool(
     if not gpus and kind in ("", "CPU"):
         kind, gpus = "CPU", int(worker.resources.get("CPU", 0)) or (known.vcpus if known else 0)
     if not gpus:
+        what = "nothing says how many GPUs its nodes have"
         right = "say resources: {GPU: n}, or gpus_per_node in metadata.elastic.pools"
-        return (
-            None,
-            "",
-            problems or [Problem(worker.place, "nothing says how many GPUs its nodes have", right)],
-        )
+        return None, "", problems or [worker.problem(what=what, right=right)]
     price, source = _price(worker, said)
     pool = Pool(
         worker.name,
@@ -115,13 +110,9 @@ def _unknown(provider: str, worker: ClusterNodeType, gpus: int) -> list[Problem]
     if provider not in ("aws", "gcp") or catalog.instance_type(worker.instance_type) is not None:
         return []
     key = {"aws": "InstanceType", "gcp": "machineType"}[provider]
-    place = (*worker.place, "node_config", key)
     if not worker.instance_type:
-        return [
-            Problem(
-                place[:-1], f"{key} is missing", "name a type, as in p5.48xlarge or a3-highgpu-8g"
-            )
-        ]
+        right = "name a type, as in p5.48xlarge or a3-highgpu-8g"
+        return [worker.problem("node_config", what=f"{key} is missing", right=right)]
     near = catalog.nearest(worker.instance_type, provider)
     right = (
         f"did you mean {near}?"
@@ -129,6 +120,5 @@ def _unknown(provider: str, worker: ClusterNodeType, gpus: int) -> list[Problem]
         else "the catalog (elastic/catalog) knows the types with NVIDIA GPUs"
     )
     cpu_only = provider == "aws" and not gpus and not re.match(r"[pg]\d", worker.instance_type)
-    return [
-        Problem(place, f"unknown instance type '{worker.instance_type}'", right, warning=cpu_only)
-    ]
+    what = f"unknown instance type '{worker.instance_type}'"
+    return [worker.problem("node_config", key, what=what, right=right, warning=cpu_only)]

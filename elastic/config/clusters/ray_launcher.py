@@ -14,7 +14,7 @@ from elastic.config.clusters.cluster_file import (
 )
 from elastic.config.clusters.elastic_section import Own, own_section
 from elastic.config.clusters.pools import head_usd_per_h, pools_of
-from elastic.config.strict import finite
+from elastic.config.strict import finite, listed, mapping, whole
 from elastic.types import MarketType
 from elastic.types.node_labels import MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
@@ -25,7 +25,7 @@ DEFAULT_MAX_WORKERS = 2  # Ray's default for the whole cluster
 
 def spec_of(file: str, data: dict[str, Any]) -> tuple[ClusterSpec, list[Problem]]:
     own, problems = own_section(data)
-    provider = _mapping(data.get("provider"))
+    provider = mapping(data.get("provider"))
     kind, region = str(provider.get("type", "")), str(provider.get("region", ""))
     zones = tuple(
         zone.strip()
@@ -49,15 +49,16 @@ def spec_of(file: str, data: dict[str, Any]) -> tuple[ClusterSpec, list[Problem]
 def _node_types(
     data: Mapping[str, Any], provider: str, region: str, *, zones: Sequence[str]
 ) -> tuple[ClusterNodeType, ...]:
-    most = _whole(data.get("max_workers"), DEFAULT_MAX_WORKERS)
+    most = whole(data.get("max_workers"), DEFAULT_MAX_WORKERS)
     head = str(data.get("head_node_type", ""))
     found = []
-    for name, given in _mapping(data.get("available_node_types")).items():
-        entry, is_head = _mapping(given), str(name) == head
-        labels = {str(key): str(value) for key, value in _mapping(entry.get("labels")).items()}
-        config = _mapping(entry.get("node_config"))
+    for name, given in mapping(data.get("available_node_types")).items():
+        entry, is_head = mapping(given), str(name) == head
+        labels = {str(key): str(value) for key, value in mapping(entry.get("labels")).items()}
+        config = mapping(entry.get("node_config"))
         bought_as = market_of(provider, config)
         market = labels.get(MARKET_LABEL)
+        zone = mapping(config.get("Placement")).get("AvailabilityZone") or config.get("zone")
         found.append(
             ClusterNodeType(
                 str(name),
@@ -66,16 +67,16 @@ def _node_types(
                 next((m for m in MARKETS if m == market), bought_as or "owned"),
                 bought_as,
                 labels.get(REGION_LABEL, region),
-                labels.get(ZONE_LABEL) or _zone_of(config) or (zones[0] if len(zones) == 1 else ""),
+                labels.get(ZONE_LABEL) or str(zone or (zones[0] if len(zones) == 1 else "")),
                 labels,
                 {
                     str(k): float(v)
-                    for k, v in _mapping(entry.get("resources")).items()
+                    for k, v in mapping(entry.get("resources")).items()
                     if isinstance(v, int | float) and finite(v) is not None
                 },
                 config,
-                _whole(entry.get("min_workers"), 0),
-                min(most, _whole(entry.get("max_workers"), 0 if is_head else most)),
+                whole(entry.get("min_workers")),
+                min(most, whole(entry.get("max_workers"), 0 if is_head else most)),
                 is_head,
             )
         )
@@ -85,10 +86,8 @@ def _node_types(
 def _local_types(data: Mapping[str, Any], own: Own) -> tuple[ClusterNodeType, ...]:
     """Provider `local` has hosts instead of node types: all of one kind, named by the section for
     this package. In a cluster of one host it is head and worker at once."""
-    provider = _mapping(data.get("provider"))
-    hosts = provider.get("worker_ips")
-    n_hosts = len(hosts) if isinstance(hosts, list) else 0
-    most = min(_whole(data.get("max_workers"), n_hosts), n_hosts) if n_hosts else 1
+    n_hosts = len(listed(mapping(data.get("provider")).get("worker_ips")))
+    most = min(whole(data.get("max_workers"), n_hosts), n_hosts) if n_hosts else 1
     name = next(iter(own.pools), LOCAL_TYPE)
     bought = own.pools[name].market_type if name in own.pools else None
     return (
@@ -101,53 +100,41 @@ def _local_types(data: Mapping[str, Any], own: Own) -> tuple[ClusterNodeType, ..
 
 def instance_type_of(provider: str, config: Mapping[str, Any]) -> str:
     if provider == "azure":
-        return str(_mapping(config.get("azure_arm_parameters")).get("vmSize", ""))
+        return str(mapping(config.get("azure_arm_parameters")).get("vmSize", ""))
     return str(config.get({"aws": "InstanceType", "gcp": "machineType"}.get(provider, ""), ""))
 
 
 def market_of(provider: str, config: Mapping[str, Any]) -> MarketType | None:
     """How the cloud is asked for a node of this node_config; None = that is not said there."""
     if provider == "aws":
-        market = str(_mapping(config.get("InstanceMarketOptions")).get("MarketType", ""))
+        market = str(mapping(config.get("InstanceMarketOptions")).get("MarketType", ""))
         if market == "spot":
             return "spot"
-        reserved = _mapping(config.get("CapacityReservationSpecification")).get(
-            "CapacityReservationTarget"
-        )
-        return "reserved" if market == "capacity-block" or reserved else "on-demand"
+        reserved = mapping(config.get("CapacityReservationSpecification"))
+        named = reserved.get("CapacityReservationTarget")
+        return "reserved" if market == "capacity-block" or named else "on-demand"
     if provider == "gcp":
         scheduling = config.get("scheduling")
         parts = scheduling if isinstance(scheduling, list) else [scheduling]
         if any(
-            _mapping(part).get("preemptible") or _mapping(part).get("provisioningModel") == "SPOT"
-            for part in parts
+            part.get("preemptible") or part.get("provisioningModel") == "SPOT"
+            for part in map(mapping, parts)
         ):
             return "spot"
         return "reserved" if config.get("reservationAffinity") else "on-demand"
     if provider == "azure":
-        spot = (
-            str(_mapping(config.get("azure_arm_parameters")).get("priority", "")).lower() == "spot"
-        )
-        return "spot" if spot else "on-demand"
+        priority = str(mapping(config.get("azure_arm_parameters")).get("priority", ""))
+        return "spot" if priority.lower() == "spot" else "on-demand"
     return None
 
 
-def _zone_of(config: Mapping[str, Any]) -> str:
-    return str(
-        _mapping(config.get("Placement")).get("AvailabilityZone") or config.get("zone") or ""
-    )
-
-
 def _wrong_markets(node_types: Sequence[ClusterNodeType]) -> list[Problem]:
-    found = []
-    for node_type in node_types:
-        market = node_type.labels.get(MARKET_LABEL)
-        if market is not None and market not in MARKETS:
-            place = (*node_type.place, "labels", MARKET_LABEL)
-            found.append(
-                Problem(place, f"no market type '{market}'", f"it is one of {', '.join(MARKETS)}")
-            )
-    return found
+    right = f"it is one of {', '.join(MARKETS)}"
+    return [
+        one.problem("labels", MARKET_LABEL, what=f"no market type '{market}'", right=right)
+        for one in node_types
+        if (market := one.labels.get(MARKET_LABEL)) is not None and market not in MARKETS
+    ]
 
 
 def _kinds(data: Mapping[str, Any]) -> list[Problem]:
@@ -155,23 +142,12 @@ def _kinds(data: Mapping[str, Any]) -> list[Problem]:
     places: list[tuple[Place, Any]] = [
         ((key,), data.get(key)) for key in ("provider", "available_node_types", "metadata")
     ]
-    for name, entry in _mapping(data.get("available_node_types")).items():
+    for name, entry in mapping(data.get("available_node_types")).items():
         places.append(((*TYPES, str(name)), entry if entry is not None else ""))
         for key in ("labels", "resources", "node_config"):
-            places.append(((*TYPES, str(name), key), _mapping(entry).get(key)))
-    wrong = [
-        (place, value)
+            places.append(((*TYPES, str(name), key), mapping(entry).get(key)))
+    return [
+        Problem(place, f"it is {value!r}", "it must hold keys and values")
         for place, value in places
         if value is not None and not isinstance(value, dict)
     ]
-    return [
-        Problem(place, f"it is {value!r}", "it must hold keys and values") for place, value in wrong
-    ]
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _whole(value: Any, otherwise: int) -> int:
-    return value if isinstance(value, int) and value >= 0 else otherwise

@@ -22,6 +22,7 @@ from elastic.config.clusters.cluster_file import (
     Problem,
 )
 from elastic.config.clusters.elastic_section import PLACE
+from elastic.config.strict import listed, mapping
 from elastic.errors import alike, meant
 from elastic.text import n_of
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
@@ -60,77 +61,51 @@ def _head(spec: ClusterSpec) -> Iterator[Problem]:
     if head is None:
         return
     if head.market_type == "spot":
-        yield Problem(
-            head.place,
-            "the head is a spot node: its reclaim ends the whole cluster",
-            "make it on-demand",
-        )
+        what = "the head is a spot node: its reclaim ends the whole cluster"
+        yield head.problem(what=what, right="make it on-demand")
     known = catalog.instance_type(head.instance_type)
     if spec.provider in ("aws", "gcp", "azure") and (
         head.resources.get("GPU") or (known and known.gpus)
     ):
-        yield Problem(
-            head.place,
-            "the head has GPUs, which are paid also while no one trains",
-            "take a type without GPUs",
-            True,
-        )
+        what = "the head has GPUs, which are paid also while no one trains"
+        yield head.problem(what=what, right="take a type without GPUs", warning=True)
     if head.max_nodes:
-        right = "say max_workers: 0 in its node type"
-        yield Problem(
-            head.place,
-            f"the head's node type may have {n_of(head.max_nodes, 'worker')}",
-            right,
-            True,
-        )
+        what = f"the head's node type may have {n_of(head.max_nodes, 'worker')}"
+        yield head.problem(what=what, right="say max_workers: 0 in its node type", warning=True)
 
 
 def _labels(spec: ClusterSpec) -> Iterator[Problem]:
     if spec.provider == "local":  # its labels stand in the start commands
         yield from _local_labels(spec)
         return
+    signs = "letters, digits, '-', '_' and '.', at most 63, a letter or digit first and last"
     for node_type in spec.node_types:
         for key, value in node_type.labels.items():
-            place = (*node_type.place, "labels", key)
-            right = (
-                "letters, digits, '-', '_' and '.', at most 63, a letter or digit first and last"
-            )
             if not _LABEL_KEY.fullmatch(key):
-                yield Problem(
-                    place,
-                    f"'{key}' is no label: Ray refuses the node",
-                    f"the name after an optional prefix/: {right}",
-                )
+                what = f"'{key}' is no label: Ray refuses the node"
+                right = f"the name after an optional prefix/: {signs}"
+                yield node_type.problem("labels", key, what=what, right=right)
             if not _LABEL_VALUE.fullmatch(value):
-                yield Problem(
-                    place, f"'{value}' is no value of a label: Ray refuses the node", right
-                )
+                what = f"'{value}' is no value of a label: Ray refuses the node"
+                yield node_type.problem("labels", key, what=what, right=signs)
     for worker in spec.workers:
-        yield from (
-            Problem((*worker.place, "labels"), f"the label {key} is missing", right)
-            for key, right in _wanted(spec, worker)
-            if key not in worker.labels
-        )
+        for key, right in _wanted(spec, worker):
+            if key not in worker.labels:
+                yield worker.problem("labels", what=f"the label {key} is missing", right=right)
 
 
 def _wanted(spec: ClusterSpec, worker: ClusterNodeType) -> Iterator[tuple[str, str]]:
     """Labels that a worker type needs, with what would be right."""
-    yield (
-        MARKET_LABEL,
-        f"one of {', '.join(MARKETS)}" + (f"; here {worker.bought_as}" if worker.bought_as else ""),
-    )
+    here = f"; here {worker.bought_as}" if worker.bought_as else ""
+    yield MARKET_LABEL, f"one of {', '.join(MARKETS)}{here}"
     known = catalog.instance_type(worker.instance_type)
     if worker.resources.get("GPU") or (known and known.gpus):
-        yield (
-            ACCELERATOR_LABEL,
-            f"here {known.gpu}" if known else "as Ray names the GPU: A100, H100 ...",
-        )
+        right = f"here {known.gpu}" if known else "as Ray names the GPU: A100, H100 ..."
+        yield ACCELERATOR_LABEL, right
     if spec.provider in ("aws", "gcp", "azure"):
+        right = "the zone in which all nodes of this type are; one node type for each zone"
         yield REGION_LABEL, f"here {spec.region}"
-        yield (
-            ZONE_LABEL,
-            "the zone in which all nodes of this type are; one node type for each zone",
-        )
+        yield ZONE_LABEL, right
 
 
 def _local_labels(spec: ClusterSpec) -> Iterator[Problem]:
@@ -151,51 +126,39 @@ def _hardware(spec: ClusterSpec) -> Iterator[Problem]:
         known = catalog.instance_type(node_type.instance_type)
         if known is None:
             continue
-        place, name = (*node_type.place, "resources"), node_type.instance_type
-        gpus = node_type.resources.get("GPU")
+        name, gpus = node_type.instance_type, node_type.resources.get("GPU")
+        right = f"GPU: {known.gpus}"
         if gpus is not None and int(gpus) != known.gpus:
-            yield Problem(
-                (*place, "GPU"),
-                f"GPU: {gpus:g}, but a {name} has {known.gpus}",
-                f"GPU: {known.gpus}",
-            )
+            what = f"GPU: {gpus:g}, but a {name} has {known.gpus}"
+            yield node_type.problem("resources", "GPU", what=what, right=right)
         if gpus is None and known.gpus and spec.provider == "gcp":
-            yield Problem(
-                place,
-                f"the {known.gpus} GPUs of a {name} are not named, Ray cannot know them",
-                f"GPU: {known.gpus}",
-            )
+            what = f"the {known.gpus} GPUs of a {name} are not named, Ray cannot know them"
+            yield node_type.problem("resources", what=what, right=right)
         if node_type.resources.get("CPU", 0) > known.vcpus:
-            yield Problem(
-                (*place, "CPU"), f"a {name} has {known.vcpus} vCPUs", f"CPU: {known.vcpus} or less"
-            )
+            what, right = f"a {name} has {known.vcpus} vCPUs", f"CPU: {known.vcpus} or less"
+            yield node_type.problem("resources", "CPU", what=what, right=right)
         kind = node_type.labels.get(ACCELERATOR_LABEL)
         if kind is not None and known.gpu and kind != known.gpu:
-            label = (*node_type.place, "labels", ACCELERATOR_LABEL)
-            yield Problem(label, f"{kind}, but a {name} has {known.gpu}", known.gpu)
+            what = f"{kind}, but a {name} has {known.gpu}"
+            yield node_type.problem("labels", ACCELERATOR_LABEL, what=what, right=known.gpu)
 
 
 def _markets(spec: ClusterSpec) -> Iterator[Problem]:
     ends = {pool.name: pool.ends_at_s for pool in spec.pools}
     for worker in spec.workers:
-        place = (*worker.place, "labels", MARKET_LABEL)
         market = worker.labels.get(MARKET_LABEL)
         if worker.bought_as is not None and market in MARKETS and market != worker.bought_as:
+            what = f"labeled {market}, but its node_config asks for {worker.bought_as} nodes"
             right = f"label it {worker.bought_as}, or ask for {market} nodes in node_config"
-            yield Problem(
-                place,
-                f"labeled {market}, but its node_config asks for {worker.bought_as} nodes",
-                right,
-            )
+            yield worker.problem("labels", MARKET_LABEL, what=what, right=right)
         region = worker.labels.get(REGION_LABEL)
         if region and spec.region and region != spec.region:
-            label = (*worker.place, "labels", REGION_LABEL)
-            yield Problem(
-                label, f"labeled {region}, but the cluster is in {spec.region}", spec.region
-            )
+            what = f"labeled {region}, but the cluster is in {spec.region}"
+            yield worker.problem("labels", REGION_LABEL, what=what, right=spec.region)
         if worker.market_type == "reserved" and worker.name in ends and ends[worker.name] is None:
+            what = "the end of the reservation is not known"
             right = f'say metadata.elastic.pools.{worker.name}.ends_at: "2026-12-01T11:30:00Z"'
-            yield Problem(worker.place, "the end of the reservation is not known", right, True)
+            yield worker.problem(what=what, right=right, warning=True)
 
 
 def _floor(spec: ClusterSpec) -> Iterator[Problem]:
@@ -211,11 +174,8 @@ def _floor(spec: ClusterSpec) -> Iterator[Problem]:
             "add a node type that is labeled on-demand (max_workers at least the floor), or lower "
             "the floor"
         )
-        yield Problem(
-            (*PLACE, "on_demand_floor"),
-            f"a floor of {spec.on_demand_floor} is asked, but {have}",
-            right,
-        )
+        what = f"a floor of {spec.on_demand_floor} is asked, but {have}"
+        yield Problem((*PLACE, "on_demand_floor"), what, right)
 
 
 def _prices(spec: ClusterSpec) -> Iterator[Problem]:
@@ -225,13 +185,9 @@ def _prices(spec: ClusterSpec) -> Iterator[Problem]:
                 right = "annotate its pod template with elastic/usd-per-node-h"
             else:
                 right = f"say metadata.elastic.pools.{pool.name}.usd_per_node_h"
-            place = next(worker.place for worker in spec.workers if worker.name == pool.name)
-            yield Problem(
-                place,
-                "the catalog has no price of its nodes: budgets would count them as free",
-                right,
-                True,
-            )
+            what = "the catalog has no price of its nodes: budgets would count them as free"
+            worker = next(worker for worker in spec.workers if worker.name == pool.name)
+            yield worker.problem(what=what, right=right, warning=True)
 
 
 def _placeholders(spec: ClusterSpec) -> Iterator[Problem]:
@@ -260,11 +216,8 @@ def _commands(spec: ClusterSpec) -> Iterator[Problem]:
         starts = [command for command in _command_list(spec.data, key) if "ray start" in command]
         if not starts:
             if spec.provider in CLOUDS or spec.data.get(key):
-                yield Problem(
-                    (key,),
-                    "no command starts Ray as this package needs it",
-                    "ray start ... with RAY_AUTH_MODE=token",
-                )
+                what = "no command starts Ray as this package needs it"
+                yield Problem((key,), what, "ray start ... with RAY_AUTH_MODE=token")
             continue
         text = " ".join(starts)
         if shared and "RAY_AUTH_MODE=token" not in text:
@@ -272,18 +225,11 @@ def _commands(spec: ClusterSpec) -> Iterator[Problem]:
                 "RAY_AUTH_MODE=token ray start ..., and ~/.ray/auth_token in file_mounts (`ray "
                 "get-auth-token --generate`)"
             )
-            yield Problem(
-                (key,),
-                "Ray runs the code of whoever reaches its ports: no token is asked for",
-                right,
-            )
+            what = "Ray runs the code of whoever reaches its ports: no token is asked for"
+            yield Problem((key,), what, right)
         if "RAY_USAGE_STATS_ENABLED=0" not in text:
-            yield Problem(
-                (key,),
-                "Ray reports usage statistics",
-                "RAY_USAGE_STATS_ENABLED=0 ray start ...",
-                True,
-            )
+            right = "RAY_USAGE_STATS_ENABLED=0 ray start ..."
+            yield Problem((key,), "Ray reports usage statistics", right, True)
         if "0.0.0.0" in text:
             right = (
                 "--dashboard-host=127.0.0.1; `ray dashboard FILE` and `ray attach` forward its port"
@@ -291,19 +237,11 @@ def _commands(spec: ClusterSpec) -> Iterator[Problem]:
             yield Problem((key,), "a port is bound to all interfaces (0.0.0.0)", right, True)
     head = " ".join(_command_list(spec.data, "head_start_ray_commands"))
     if head and spec.provider in CLOUDS and "--autoscaling-config" not in head:
+        what = "the head starts no autoscaler: no worker would ever come"
         right = "--autoscaling-config=~/ray_bootstrap_config.yaml"
-        yield Problem(
-            ("head_start_ray_commands",),
-            "the head starts no autoscaler: no worker would ever come",
-            right,
-        )
+        yield Problem(("head_start_ray_commands",), what, right)
     mounts = spec.data.get("file_mounts")
-    if (
-        shared
-        and "RAY_AUTH_MODE=token" in head
-        and "auth_token" not in str(mounts)
-        and len(spec.pools) > 0
-    ):
+    if shared and "RAY_AUTH_MODE=token" in head and "auth_token" not in str(mounts):
         right = 'file_mounts: {"~/.ray/auth_token": "~/.ray/auth_token"}'
         yield Problem(("file_mounts",), "nothing brings the token to the nodes", right, True)
 
@@ -325,46 +263,34 @@ def _orphans(spec: ClusterSpec) -> Iterator[Problem]:
     """Nodes that cost money after their cluster is gone."""
     if spec.provider not in CLOUDS:
         return
-    if END_SCRIPT not in " ".join(_command_list(spec.data, "worker_start_ray_commands")):
-        right = (
-            f"start {END_SCRIPT}.sh in worker_start_ray_commands: it is installed beside `elastic`"
-        )
-        yield Problem(
-            ("worker_start_ray_commands",),
-            "workers outlive a head that is gone, and are paid",
-            right,
-            True,
-        )
-    provider = spec.data.get("provider")
-    if (
-        isinstance(provider, Mapping)
-        and provider.get("cache_stopped_nodes", True)
-        and spec.provider != "azure"
-    ):
-        right = "cache_stopped_nodes: false"
-        yield Problem(
-            ("provider",), "released nodes are only stopped: their disks are paid", right, True
-        )
+    key = "worker_start_ray_commands"
+    if END_SCRIPT not in " ".join(_command_list(spec.data, key)):
+        what = "workers outlive a head that is gone, and are paid"
+        right = f"start {END_SCRIPT}.sh in {key}: it is installed beside `elastic`"
+        yield Problem((key,), what, right, True)
+    provider = mapping(spec.data.get("provider"))
+    if provider.get("cache_stopped_nodes", True) and spec.provider != "azure":
+        what = "released nodes are only stopped: their disks are paid"
+        yield Problem(("provider",), what, "cache_stopped_nodes: false", True)
 
 
 def _arm_parameters(spec: ClusterSpec) -> Iterator[Problem]:
     """Ray hands them to its template as they are, and Azure refuses one that the template has
     not."""
     for node_type in spec.node_types:
-        place = (*node_type.place, "node_config", "azure_arm_parameters")
-        given = node_type.node_config.get("azure_arm_parameters")
-        names = [str(name) for name in given] if isinstance(given, Mapping) else []
+        place = ("node_config", "azure_arm_parameters")
+        names = [*map(str, mapping(node_type.node_config.get("azure_arm_parameters")))]
         for name in names:
             if name not in ARM_PARAMETERS:
                 near = [known for known in ARM_PARAMETERS if known.lower() == name.lower()]
                 near = near or alike(name, ARM_PARAMETERS)
                 right = meant(near) if near else f"it has {', '.join(ARM_PARAMETERS)}"
                 what = "Ray's template has no such parameter, and Azure refuses it"
-                yield Problem((*place, name), what, right)
+                yield node_type.problem(*place, name, what=what, right=right)
         if "vmsize" not in [name.lower() for name in names]:
-            yield Problem(place, "vmSize is missing", "name a size, as in Standard_NC24ads_A100_v4")
+            right = "name a size, as in Standard_NC24ads_A100_v4"
+            yield node_type.problem(*place, what="vmSize is missing", right=right)
 
 
 def _command_list(data: Mapping[str, Any], key: str) -> list[str]:
-    found = data.get(key)
-    return [str(command) for command in found] if isinstance(found, list) else []
+    return [*map(str, listed(data.get(key)))]

@@ -118,19 +118,15 @@ class TokenFiles:
             self.ends = np.load(folder / ENDS, mmap_mode="r")
 
     def read(self, start: int, stop: int) -> Tokens:
-        parts = [self._piece(*piece) for piece in self._parts.pieces(start, stop)]
-        return (
-            parts[0]
-            if len(parts) == 1
-            else np.concatenate(parts)
-            if parts
-            else np.zeros(0, dtype=np.int64)
-        )
-
-    def _piece(self, n: int, first: int, until: int) -> Tokens:
-        at, kind = self._heads[n]
-        data = self.files.read(n, at + first * kind.itemsize, (until - first) * kind.itemsize)
-        return np.frombuffer(data, dtype=kind).astype(np.int64)
+        found = np.zeros(stop - start, dtype=np.int64)
+        at = 0
+        for n, first, until in self._parts.pieces(start, stop):
+            head, kind = self._heads[n]
+            size = kind.itemsize
+            data = self.files.read(n, head + first * size, (until - first) * size)
+            found[at : at + until - first] = np.frombuffer(data, dtype=kind)
+            at += until - first
+        return found
 
     def _scan(self, into: Path, end_token: int) -> None:
         found, total = [self._parts.starts[1:]], int(self._parts.starts[-1])

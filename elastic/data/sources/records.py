@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,6 @@ Record = Mapping[str, Any]
 
 class Records:
     """Map-style. `texts(name)` reads one field of all of them from the beginning to the end."""
-
-    word: ClassVar[str] = "row"
 
     def __init__(self, files: Files, cache: BlockCache | None = None) -> None:
         self.files, self._cache = files, cache
@@ -75,8 +73,6 @@ class Records:
 
 class Jsonl(Records):
     """One JSON object per line; empty lines are passed over."""
-
-    word = "line"
 
     def __init__(
         self,

@@ -36,13 +36,10 @@ def _nodes(view: View, plan: Plan | None, nodes: list[Node]) -> list[dict[str, A
     ranks: dict[str, dict[int, int]] = {}
     for rank, worker in enumerate(plan.ranks if plan is not None else ()):
         ranks.setdefault(worker.node_id, {})[worker.local_rank] = rank
-    speeds: dict[str, list[float]] = {}
-    for worker, speed in sorted(view.node_speeds.speeds(view.nodes).items()):
-        speeds.setdefault(worker.node_id, []).append(round(speed, 3))
+    speeds = view.node_speeds.by_node(view.nodes)
     told = {worker.node_id for worker, note in view.node_speeds.notes.items() if note}
-    told |= set(view.node_speeds.aside) | {
-        name for name, found in speeds.items() if min(found) <= SLOW
-    }
+    told |= set(view.node_speeds.aside)
+    told |= {name for name, found in speeds.items() if min(found, default=1.0) <= SLOW}
     pools, now_s = view.pools, view.at_s
     found = []
     for node in nodes:
@@ -59,7 +56,7 @@ def _nodes(view: View, plan: Plan | None, nodes: list[Node]) -> list[dict[str, A
                     if node.deadline_s is not None and node.status == "draining"
                     else None
                 ),
-                "speeds": speeds.get(node.node_id, []),
+                "speeds": speeds[node.node_id],
                 "why": (
                     view.node_speeds.why(view.nodes, node.node_id) if node.node_id in told else ""
                 ),

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from elastic.errors import ElasticError, SpecError
@@ -55,39 +55,6 @@ class PageSources:
     axes: Callable[[Evidence, Plan, Storage], Sequence[AxisRow]] = lambda seen, plan, run: ()
 
 
-@dataclass
-class _Read:
-    """What is known of the lines so far; begun anew where the journal is another one."""
-
-    view: View = field(default_factory=View)
-    books: Books = field(default_factory=Books)
-    curve: StepCurve = field(default_factory=StepCurve)
-    generations: GenerationLog = field(default_factory=GenerationLog)
-    history: CapacityHistory = field(default_factory=CapacityHistory)
-    evidence: EvidenceReader = field(default_factory=EvidenceReader)
-
-    def take(self, line: Line) -> None:
-        for change in changes((line,), self.view.state):
-            for reader in (
-                self.view, self.books, self.curve, self.generations, self.history, self.evidence,
-            ):  # fmt: skip
-                reader.take(change)
-
-    def forget(self) -> None:
-        """What the curve and the log of generations have anyway."""
-        view = self.view
-        del view.points[:-RECENT]
-        for generation in sorted(view.planned)[:-KEPT_PLANS]:
-            del view.planned[generation]
-        facts = self.evidence.generations
-        longest = max(facts, key=lambda number: facts[number].spent_s, default=0)
-        for generation in sorted(facts)[:-KEPT_PLANS]:
-            if generation != longest:
-                del facts[generation]
-        self.history.usd_at.clear()
-        del self.history.moments[:-1]
-
-
 class FollowedRun:
     """Safe to be asked by several threads. `version` grows with what was read."""
 
@@ -100,32 +67,14 @@ class FollowedRun:
         self.reading = True  # the journal is read for the first time, or much was added
         self.lock = threading.RLock()
         self._growth = JournalGrowth(run)
-        self._begun = 0
-        self._read = _Read()
+        self._begin()
 
-    @property
-    def view(self) -> View:
-        return self._read.view
-
-    @property
-    def books(self) -> Books:
-        return self._read.books
-
-    @property
-    def curve(self) -> StepCurve:
-        return self._read.curve
-
-    @property
-    def generations(self) -> GenerationLog:
-        return self._read.generations
-
-    @property
-    def history(self) -> CapacityHistory:
-        return self._read.history
-
-    @property
-    def evidence(self) -> EvidenceReader:
-        return self._read.evidence
+    def _begin(self) -> None:
+        """Of this journal no line is known yet."""
+        self._begun = self._growth.begun
+        self.view, self.books, self.curve = View(), Books(), StepCurve()
+        self.generations, self.history = GenerationLog(), CapacityHistory()
+        self.evidence = EvidenceReader()
 
     @property
     def name(self) -> str:
@@ -159,8 +108,8 @@ class FollowedRun:
             for line in self._growth.look():
                 with self.lock:
                     if self._growth.begun != self._begun:
-                        self._begun, self._read = self._growth.begun, _Read()
-                    self._read.take(line)
+                        self._begin()
+                    self._take(line)
                 n += 1
                 if n % MANY == 0:
                     self.reading = True
@@ -173,9 +122,26 @@ class FollowedRun:
                 self._told()
         return n
 
+    def _take(self, line: Line) -> None:
+        for change in changes((line,), self.view.state):
+            for reader in (
+                self.view, self.books, self.curve, self.generations, self.history, self.evidence,
+            ):  # fmt: skip
+                reader.take(change)
+
     def _told(self) -> None:
+        """What the curve and the log of generations have anyway is forgotten."""
         with self.lock:
-            self._read.forget()
+            del self.view.points[:-RECENT]
+            for generation in sorted(self.view.planned)[:-KEPT_PLANS]:
+                del self.view.planned[generation]
+            facts = self.evidence.generations
+            longest = max(facts, key=lambda number: facts[number].spent_s, default=0)
+            for generation in sorted(facts)[:-KEPT_PLANS]:
+                if generation != longest:
+                    del facts[generation]
+            self.history.usd_at.clear()
+            del self.history.moments[:-1]
             self.version += 1
 
     def check(self) -> None:

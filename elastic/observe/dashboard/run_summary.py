@@ -13,7 +13,6 @@ from elastic.observe.dashboard.drawn_cluster import cluster
 from elastic.observe.dashboard.finish_forecast import forecast
 from elastic.observe.dashboard.followed_run import FollowedRun
 from elastic.observe.diagnosis import doctor
-from elastic.observe.diagnosis.verdicts import RunVerdict, percent
 from elastic.observe.reporting.savings import against_on_demand
 from elastic.observe.run_view import View
 
@@ -44,6 +43,8 @@ def snapshot(run: FollowedRun) -> dict[str, Any]:
 def _standing(run: FollowedRun, view: View) -> dict[str, Any]:
     state, plan = view.state, view.state.plan
     alive = Counter(view.status(node) for node in view.nodes.values())
+    phase = "not begun" if run.empty else run_tables.phase(view, bool(run.holder))
+    phase = "reading" if run.reading else phase
     return {
         "run": run.name,
         "uri": run.run.uri,
@@ -52,7 +53,7 @@ def _standing(run: FollowedRun, view: View) -> dict[str, Any]:
         "trouble": run.trouble,
         "reading": run.reading,
         "holder": run.holder,
-        "phase": _phase(run, view),
+        "phase": phase,
         "ended": view.ended,
         "outcome_reason": state.outcome_reason,
         "reason": view.reason,
@@ -93,25 +94,15 @@ def _standing(run: FollowedRun, view: View) -> dict[str, Any]:
     }
 
 
-def _phase(run: FollowedRun, view: View) -> str:
-    if run.reading:
-        return "reading"
-    return "not begun" if run.empty else run_tables.phase(view, bool(run.holder))
-
-
 def _account(books: Account) -> dict[str, Any]:
-    return {
-        "categories": [
-            {
-                "name": name,
-                "seconds": round(books.seconds[name], 3),
-                "gpu_seconds": round(books.gpu_seconds[name], 3),
-                "usd": round(books.usd[name], 6),
-            }
-            for name in books.gpu_seconds
-        ],
-        "totals": asdict(books.totals),
-    }
+    rows = [
+        {
+            "name": name, "seconds": round(books.seconds[name], 3),
+            "gpu_seconds": round(gpu_s, 3), "usd": round(books.usd[name], 6),
+        }
+        for name, gpu_s in books.gpu_seconds.items()
+    ]  # fmt: skip
+    return {"categories": rows, "totals": asdict(books.totals)}
 
 
 def saved(run: FollowedRun, books: Account) -> dict[str, Any]:
@@ -134,9 +125,12 @@ def advice(run: FollowedRun, books: Account) -> list[dict[str, str]]:
     if totals.wall_s > LEAST_S:
         bound = run.sources.verdicts(run.evidence.found(books), run.run.storage)
         found += [
-            {"verdict": "look", "what": one.bound, "found": _number(one), "hint": one.advice}
+            {
+                "verdict": "look", "what": one.bound, "found": one.number + one.won,
+                "hint": one.advice,
+            }
             for one in bound
-        ]
+        ]  # fmt: skip
     ahead = None if view.ended else forecast(run.curve, view.state.rest_work, view.state.usd)
     limit = view.job.budget_usd
     if ahead is not None and limit and ahead.usd.high > limit:
@@ -155,11 +149,6 @@ def advice(run: FollowedRun, books: Account) -> list[dict[str, str]]:
             hint = "more nodes: raise max_nodes of a pool, or add one"
             found.append({"verdict": "look", "what": "deadline", "found": said, "hint": hint})
     return sorted(found, key=lambda one: one["verdict"] != "bad")
-
-
-def _number(one: RunVerdict) -> str:
-    """With what would be won."""
-    return one.number + (f" (up to {percent(one.share)} of the time)" if one.share >= 0.005 else "")
 
 
 def _communication(run: FollowedRun, books: Account) -> dict[str, Any]:

@@ -31,11 +31,8 @@ class AxisRow:
     busy_s: float | None = None
 
     def plain(self) -> dict[str, Any]:
-        return {k: _short(v) if isinstance(v, float) else v for k, v in asdict(self).items()}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
+        values = asdict(self)
+        return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
 
 
 def axis_rows(
@@ -61,12 +58,8 @@ def shown(rows: Iterable[AxisRow]) -> list[str]:
         (
             NAMES.get(one.axis, one.axis),
             "-" if one.n_bytes is None else size(one.n_bytes),
-            *(_said(seconds) for seconds in (one.planned_s, one.measured_s, one.busy_s)),
+            *map(milliseconds, (one.planned_s, one.measured_s, one.busy_s)),
         )
         for one in rows
     ]
     return columns([HEADS, *found], right=(1, 2, 3, 4)) if found else []
-
-
-def _said(seconds: float | None) -> str:
-    return "-" if seconds is None else milliseconds(seconds)

@@ -198,8 +198,8 @@ def _slow_link(seen: Evidence, plan: Plan) -> str:
 
 
 def _on_cpus(seen: Evidence, plan: Plan) -> bool:
-    pools = {pool.name: pool for pool in seen.state.pools}
-    used = [pools.get(seen.nodes[name].pool) for name in plan.nodes if name in seen.nodes]
+    nodes = [seen.nodes[name] for name in plan.nodes if name in seen.nodes]
+    used = [seen.state.pool(node.pool) for node in nodes]
     return any(pool is None or pool.accelerator_type == "CPU" for pool in used) or not used
 
 
@@ -280,11 +280,10 @@ def mfu(seen: Evidence, facts: GenerationFacts) -> float:
     if model is None or model.sample is None or not facts.steps_s:
         return 0.0
     kinds = {one.accelerator_type: one for one in seen.state.hardware}
-    pools = {pool.name: pool for pool in seen.state.pools}
     peak = 0.0
     for worker in plan.ranks:
         node = seen.nodes.get(worker.node_id)
-        pool = pools.get(node.pool) if node is not None else None
+        pool = seen.state.pool(node.pool) if node is not None else None
         hardware = kinds.get(pool.accelerator_type) if pool is not None else None
         if hardware is None:
             return 0.0

@@ -40,10 +40,14 @@ class RunVerdict:
         return asdict(self) | {"share": round(self.share, 4), "usd": round(self.usd, 6)}
 
     @property
+    def won(self) -> str:
+        """What would be, behind a word; '' = nothing to speak of."""
+        return f" (up to {percent(self.share)} of the time)" if self.share >= 0.005 else ""
+
+    @property
     def line(self) -> str:
         """All of it."""
-        won = f" (up to {percent(self.share)} of the time)" if self.share >= 0.005 else ""
-        return f"{self.bound}{won}: {self.number}; next: {self.advice}"
+        return f"{self.bound}{self.won}: {self.number}; next: {self.advice}"
 
 
 def percent(share: float) -> str:
@@ -111,13 +115,10 @@ def _copies(seen: Evidence) -> RunVerdict:
         if job.peer_every != "auto"
         else f"copy_link_share: {job.copy_link_share / 2:g} in job.yaml, or a faster network"
     )
-    usd = seen.usd("copy") + seen.usd("productive") * _part(slowed, seen, "productive")
+    productive_s = seen.account.seconds["productive"]
+    part = slowed / productive_s if productive_s > 0 else 0.0
+    usd = seen.usd("copy") + seen.usd("productive") * part
     return RunVerdict("copies", waited + slowed_share, usd, number, advice)
-
-
-def _part(seconds: float, seen: Evidence, category: str) -> float:
-    whole_s = seen.account.seconds[category]
-    return seconds / whole_s if whole_s > 0 else 0.0
 
 
 def _changes(seen: Evidence) -> RunVerdict:
@@ -156,9 +157,8 @@ def _restarts(seen: Evidence, n_changes: int) -> RunVerdict:
 
 def _start_up(seen: Evidence) -> RunVerdict:
     share = seen.share("program_startup")
-    number = (
-        f"{percent(share)} of the run passed until machines, workers and first steps were ready"
-    )
+    number = f"{percent(share)} of the run passed until machines, workers and first steps were "
+    number += "ready"
     advice = "an image that holds all packages and data (docs/clusters.md); longer runs"
     return RunVerdict("start-up", share, seen.usd("program_startup"), number, advice)
 

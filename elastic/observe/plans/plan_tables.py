@@ -207,14 +207,20 @@ def what_if(data: Data) -> list[str]:
         whose = ("  (the job's)" if row["own"] else "  (a free choice)") if unlike else ""
         layout = f"{row['layout']}{whose}" if row["layout"] else _why_not(row)
         rows.append((row["choice"], *_short(row, data), ", ".join(marks), layout))
-    return [
-        *subject(data),
-        *_asked(data),
-        "",
-        *columns(rows, right=range(1, len(rows[0]) - 2)),
-        "",
-        *_priced(data),
-    ]
+    return _compared(data, _asked(data), rows, right=range(1, len(rows[0]) - 2))
+
+
+def _compared(
+    data: Data,
+    asked: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[int],
+    said: Sequence[str] = (),
+) -> list[str]:
+    """The table with what is above and below it; `said`: of its rows."""
+    table, prices = columns(rows, right=right), dict.fromkeys(map(_price, data["pools"]))
+    return [*subject(data), *asked, "", *table, "", *said, *prices, *_notes(data)]
 
 
 def _asked(data: Data) -> list[str]:
@@ -252,10 +258,6 @@ def _why_not(row: Data) -> str:
     return f"does not fit: {row['why_not']}" if row["layout"] is None else ""
 
 
-def _priced(data: Data) -> list[str]:
-    return [*dict.fromkeys(map(_price, data["pools"])), *_notes(data)]
-
-
 def _price(pool: Data) -> str:
     where = pool["instance_type"] or "no cloud's"
     price = (
@@ -287,21 +289,9 @@ def scaling(data: Data) -> list[str]:
         f"efficiency stays at {least:.0%} or more up to {useful}, at "
         f"{data['model']['global_batch']} samples a step"
     )
-    longer = (
-        []
-        if data["useful_gpus"] == data["curve"][-1]["n_gpus"]
-        else ["a larger --batch reaches further"]
-    )
-    right = range(len(rows[0]) - 2)
-    return [
-        *subject(data),
-        *_asked(data),
-        "",
-        *columns(rows, right=right),
-        "",
-        "; ".join([told, *longer]),
-        *_priced(data),
-    ]
+    if data["useful_gpus"] != data["curve"][-1]["n_gpus"]:
+        told += "; a larger --batch reaches further"
+    return _compared(data, _asked(data), rows, right=range(len(rows[0]) - 2), said=[told])
 
 
 def capacity(data: Data) -> list[str]:
@@ -329,15 +319,7 @@ def capacity(data: Data) -> list[str]:
         )
     amount = f"{count(data['tokens'])} {data['model']['unit']} within {hours(data['deadline_h'])}"
     aim = f"{amount}: the fewest nodes of each kind that make it"
-    return [
-        *subject(data),
-        aim,
-        *_answered(data),
-        "",
-        *columns(rows, right=range(1, 8)),
-        "",
-        *_priced(data),
-    ]
+    return _compared(data, [aim, *_answered(data)], rows, right=range(1, 8))
 
 
 def _answered(data: Data) -> list[str]:

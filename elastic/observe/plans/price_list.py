@@ -3,7 +3,7 @@ with their peaks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.observe.run_tables import columns, dollars
@@ -55,7 +55,8 @@ def prices(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return columns([POOLS, *map(_pool, rows)], right=(7, 8))
     return [
         *columns([INSTANCES, *map(_instance, rows)], right=(3, 5, 7, 8, 9, 10)),
-        *_sources(row["source"] for row in rows),
+        "",
+        *(f"source: {source}" for source in sorted({row["source"] for row in rows} - {""})),
     ]
 
 
@@ -71,10 +72,6 @@ def chips(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _sources(all_of_them: Iterable[str]) -> list[str]:
-    return ["", *(f"source: {source}" for source in sorted(set(all_of_them) - {""}))]
-
-
 def _instance(row: Mapping[str, Any]) -> tuple[str, ...]:
     usd = [
         dollars(row[key])
@@ -82,50 +79,25 @@ def _instance(row: Mapping[str, Any]) -> tuple[str, ...]:
     ]
     memory = f"{row['gpu_memory_bytes'] / GIB:.0f} GiB" if row["gpu_memory_bytes"] else "-"
     place = (row["link"] or "-", _network(row), row["region"] or "-")
-    return (
-        row["instance_type"],
-        row["cloud"],
-        row["gpus"],
-        memory,
-        *place,
-        *usd,
-        row["available"] or "-",
-        row["at"] or "-",
-    )
+    kind = (row["instance_type"], row["cloud"], row["gpus"], memory)
+    return (*kind, *place, *usd, row["available"] or "-", row["at"] or "-")
 
 
 def _pool(row: Mapping[str, Any]) -> tuple[str, ...]:
     zones = ", ".join(f"{zone} {usd:.4f}" for zone, usd in row["zones"].items()) or "-"
     scores = ", ".join(f"{zone} {score}/10" for zone, score in row["scores"].items()) or "-"
     where, usd = row["zone"] or row["region"] or "-", dollars(row["usd_per_node_h"])
-    kind = (
-        row["pool"],
-        row["instance_type"] or "-",
-        row["market_type"],
-        row["gpus"],
-        row["link"] or "-",
-        _network(row),
-    )
-    return (*kind, where, usd, dollars(row["usd_per_gpu_h"]), row["source"], zones, scores)
+    kind = (row["pool"], row["instance_type"] or "-", row["market_type"], row["gpus"])
+    prices = (usd, dollars(row["usd_per_gpu_h"]), row["source"])
+    return (*kind, row["link"] or "-", _network(row), where, *prices, zones, scores)
 
 
 def _chip(row: Mapping[str, Any]) -> tuple[str, ...]:
     peaks = [_number(row[f"{kind}_flop_per_s"] / 1e12) for kind in PEAKS]
     memory = (_number(row["memory_bytes"] / GIB), _number(row["memory_bytes_per_s"] / 1e9))
-    links = (
-        row["link"] or "-",
-        _number(row["nvlink_bytes_per_s"] / 1e9),
-        _number(row["pcie_bytes_per_s"] / 1e9),
-    )
-    return (
-        row["name"],
-        row["arch"] or "-",
-        *peaks,
-        _number(row["sm"]),
-        _number(row["watts"]),
-        *memory,
-        *links,
-    )
+    links = (_number(row[f"{kind}_bytes_per_s"] / 1e9) for kind in ("nvlink", "pcie"))
+    size = (_number(row["sm"]), _number(row["watts"]))
+    return (row["name"], row["arch"] or "-", *peaks, *size, *memory, row["link"] or "-", *links)
 
 
 def _network(row: Mapping[str, Any]) -> str:

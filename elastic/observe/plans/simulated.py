@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.observe.reporting.pictures import blank, saved
+from elastic.observe.run_tables import columns
 from elastic.text import hours, n_of, usd
 
 COLUMNS = ("policy", "dollars", "vs on demand", "vs bound", "days", "misses", "goodput")
@@ -28,11 +29,7 @@ def table(data: Mapping[str, Any]) -> list[str]:
         "",
     ]
     rows = [COLUMNS, *(_row(name, one) for name, one in data["policies"].items())]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(COLUMNS))]
-    for row in rows:
-        first, *rest = zip(row, widths, strict=True)
-        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
-        lines.append("  ".join(cells).rstrip())
+    lines += columns(rows, right=range(1, len(COLUMNS)))
     if data["fit"]:
         fit = data["fit"]
         lines += [
@@ -47,9 +44,12 @@ def table(data: Mapping[str, Any]) -> list[str]:
 def _row(name: str, one: Mapping[str, Any]) -> tuple[str, ...]:
     wall_h = one["wall_h"]
     days = "-" if name == BOUND else _between(wall_h, hours)
+    paid, bound = one["cost_vs_on_demand"], one["cost_vs_bound"]
+    known = paid and math.isfinite(paid["median"])
     return (
-        name, _between(one["cost_usd"], usd), _share(one["cost_vs_on_demand"]),
-        _times(one["cost_vs_bound"]), days, "-" if name == BOUND else str(one["deadline_misses"]),
+        name, _between(one["cost_usd"], usd), f"{paid['median']:.0%}" if known else "-",
+        f"{bound['median']:.2f}x" if bound else "-", days,
+        "-" if name == BOUND else str(one["deadline_misses"]),
         "-" if name == BOUND else f"{one['goodput']['median']:.2f}",
     )  # fmt: skip
 
@@ -59,14 +59,6 @@ def _between(spread: Mapping[str, float], shown: Any) -> str:
     if not math.isfinite(spread["median"]):
         return "-"
     return f"{shown(spread['median'])} ({shown(spread['p5'])} to {shown(spread['p95'])})"
-
-
-def _share(spread: Mapping[str, float] | None) -> str:
-    return f"{spread['median']:.0%}" if spread and math.isfinite(spread["median"]) else "-"
-
-
-def _times(spread: Mapping[str, float] | None) -> str:
-    return f"{spread['median']:.2f}x" if spread else "-"
 
 
 def one_line(data: Mapping[str, Any]) -> str:
@@ -91,14 +83,9 @@ def save(history: Sequence[Any], data: Mapping[str, Any], path: str | Path) -> P
     rows = [[moment.nodes.get(pool, 0) for moment in history] for pool in pools]
     if rows:
         nodes.stackplot(at_h, rows, labels=pools, step="post", alpha=0.55)
-    nodes.step(
-        at_h,
-        [moment.used for moment in history],
-        where="post",
-        color="#1c2833",
-        linewidth=1.2,
-        label="GPUs that train",
-    )
+    used = [moment.used for moment in history]
+    look = {"color": "#1c2833", "linewidth": 1.2, "label": "GPUs that train"}
+    nodes.step(at_h, used, where="post", **look)
     nodes.set_ylabel("nodes paid for, GPUs that train")
     nodes.legend(loc="upper right", fontsize=8)
     progress.plot(at_h, [moment.step for moment in history], color="#2471a3")

@@ -63,10 +63,10 @@ def profile_lines(data: Mapping[str, Any], width: int = 100) -> list[str]:
     for part in ordered([*total["parts"], *(planned["parts"] if planned else ())], PARTS):
         letter, _, about = PARTS.get(part, OTHER)
         seconds = total["parts"].get(part, 0.0)
-        wanted = milliseconds(planned["parts"].get(part, 0.0)) if planned else "-"
+        wanted = milliseconds(planned["parts"].get(part, 0.0) if planned else None)
         share = f"{seconds / total['step_s']:.1%}"
         rows.append((letter, part, milliseconds(seconds), share, wanted, about))
-    wanted = milliseconds(planned["step_s"]) if planned else "-"
+    wanted = milliseconds(planned["step_s"] if planned else None)
     rows.append(("", "step", milliseconds(total["step_s"]), "", wanted, ""))
     lines += ["", *columns(rows, right=(2, 3, 4)), ""]
     if planned and not planned["hardware_known"]:
@@ -82,7 +82,10 @@ def bar(parts: Mapping[str, float], whole: float, room: int) -> str:
     return f"[{text}]"
 
 
-def milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float | None) -> str:
+    """`-`: not known."""
+    if seconds is None:
+        return "-"
     ms = 1000 * seconds
     return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
 

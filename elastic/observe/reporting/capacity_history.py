@@ -48,19 +48,15 @@ class CapacityHistory:
             self.usd_at[event.step] = after.usd_at(at_s)
         elif isinstance(event, CopyStored) and event.copy.kind == "durable":
             self.saved.append((at_s, event.copy.step))
-        if self._changed(after):
-            self._add(at_s, after)
-        self._state = after
-
-    def _changed(self, after: State) -> bool:
-        before = self._state
-        return (
+        before, self._state = self._state, after
+        if (
             after.nodes is not before.nodes
             or after.plan is not before.plan
             or after.phase != before.phase
             or after.pools is not before.pools
             or after.aborting is not before.aborting
-        )
+        ):
+            self._add(at_s, after)
 
     def _add(self, at_s: float, state: State) -> None:
         gpus: dict[str, int] = {}

@@ -92,8 +92,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def line(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
-    places = [f"{x.of(a) * WIDTH:.1f} {(1 - y.of(b)) * HEIGHT:.1f}" for a, b in thinned(points)]
-    return f"M{'L'.join(places)}" if places else ""
+    return _polyline(thinned(points), x, y) if points else ""
 
 
 def dots(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:

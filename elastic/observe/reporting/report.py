@@ -19,10 +19,10 @@ from elastic.observe.diagnosis import axis_rows
 from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.evidence import Evidence
 from elastic.observe.diagnosis.step_verdicts import verdicts
-from elastic.observe.diagnosis.verdicts import RunVerdict
+from elastic.observe.diagnosis.verdicts import RunVerdict, percent
 from elastic.observe.metrics.metrics_csv import CSV
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
-from elastic.observe.noise_advice import advice, estimate
+from elastic.observe.noise_advice import NoiseScale, advice, estimate
 from elastic.observe.reporting.capacity_plot import save_capacity
 from elastic.observe.reporting.loss_plot import save_loss
 from elastic.observe.reporting.report_page import page
@@ -82,7 +82,12 @@ def write(
     for name in (PLOT, CAPACITY, PAGE):
         run.keep(name)
     if asked.html is not None:
-        _put(html, asked.html)
+        try:
+            asked.html.write_text(html, encoding="utf-8")
+        except OSError as error:
+            what = f"--html {asked.html}: cannot be written ({error.strerror})"
+            right = "give a file in a folder that is there, as in report.html"
+            raise SpecError(f"{what}; {right}") from error
     if view.ended and (rows := rows_of(view)):  # else a driver continues it
         LocalStorage(run.folder).put(CSV, text_of(rows, columns_of(rows)).encode())
         run.keep(CSV)
@@ -99,50 +104,36 @@ def write(
     ]
 
 
-def _put(html: str, place: Path) -> None:
-    try:
-        place.write_text(html, encoding="utf-8")
-    except OSError as error:
-        right = "give a file in a folder that is there, as in report.html"
-        raise SpecError(f"--html {place}: cannot be written ({error.strerror}); {right}") from error
-
-
 def worth(
     seen: RunSeen, found: Sequence[RunVerdict], target_loss: float | None = None
 ) -> dict[str, Any]:
     """What the run was worth, and what it is bound by: see savings.py and verdicts.py."""
     view, books, totals = seen.view, seen.account, seen.account.totals
     on_demand = against_on_demand(view, books, seen.history)
-    target = (
-        {"target_loss": asdict(to_target(view, seen.history, target_loss))}
-        if target_loss is not None
-        else {}
-    )
-    return {
+    compared = {"not_compared": on_demand} if isinstance(on_demand, str) else asdict(on_demand)
+    data = {
         "usd_per_million": round(1e6 * totals.usd / totals.tokens, 6) if totals.tokens else None,
-        "on_demand": {"not_compared": on_demand}
-        if isinstance(on_demand, str)
-        else asdict(on_demand),
+        "on_demand": compared,
         "restarts": [asdict(one) for one in against_restarts(view, books, seen.history)],
         "verdicts": [verdict.plain() for verdict in found],
-        **target,
     }
+    if target_loss is not None:
+        data["target_loss"] = asdict(to_target(view, seen.history, target_loss))
+    return data
 
 
 def summary(view: View, books: Account) -> dict[str, Any]:
     """What `elastic run --json` ends with; `samples_exact` is None where nobody has counted."""
     totals = books.totals
+    # share of the steps' time in which some rank waited for data
+    data_s, productive_s = books.gpu_seconds["data_loading"], books.gpu_seconds["productive"]
     return {
         "run": view.state.run,
         "outcome": view.phase,
         "reason": view.reason,
         "steps": totals.steps,
         "final_loss": totals.final_loss,
-        "validation_loss": (
-            view.evaluations[max(view.evaluations)].get("validation_loss")
-            if view.evaluations
-            else None
-        ),
+        "validation_loss": view.validation_loss,
         "copies_failed": view.copies_failed,
         "copies_skipped": view.copies_skipped,
         "unusable": view.unusable,
@@ -160,7 +151,7 @@ def summary(view: View, books: Account) -> dict[str, Any]:
         "storage_away_s": round(totals.storage_away_s, 3),
         "launch_to_first_step_s_by_pool": view.launches.medians(),
         "samples_exact": None,
-        "data_wait": _data_wait(books),
+        "data_wait": round(data_s / (data_s + productive_s), 4) if data_s else 0.0,
         "token_imbalance": _mean(view, "imbalance"),
         "pad_share": _mean(view, "pad_share"),
         "expert_load": _mean(view, "expert_load"),
@@ -170,28 +161,18 @@ def summary(view: View, books: Account) -> dict[str, Any]:
 
 def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     """The report for a person."""
-    lines = [
-        *_head(data, view),
-        *_bound(data),
-        "",
-        "TRANSITIONS",
-        *transitions(books.transitions),
-        "",
-        "TIME AND COST BY CATEGORY",
-        *spent(books),
-    ]
+    lines = _head(data, view)
+    # what to change: the two causes that would win most
+    if bound := [
+        (one["bound"], percent(one["share"]), f"{one['number']}; next: {one['advice']}")
+        for one in data.get("verdicts", [])[:2]
+    ]:
+        lines += ["", "BOUND BY", *columns(bound)]
+    lines += ["", "TRANSITIONS", *transitions(books.transitions)]
+    lines += ["", "TIME AND COST BY CATEGORY", *spent(books)]
     if data.get("sample"):
         lines += ["", "SAMPLE", *(f"  {line}" for line in str(data["sample"]).splitlines())]
     return lines
-
-
-def _bound(data: Mapping[str, Any]) -> list[str]:
-    """What to change, the two causes that would win most."""
-    rows = [
-        (one["bound"], f"{100 * one['share']:.0f} %", f"{one['number']}; next: {one['advice']}")
-        for one in data.get("verdicts", [])[:2]
-    ]
-    return ["", "BOUND BY", *columns(rows)] if rows else []
 
 
 def ledger(lines: Iterable[Line]) -> tuple[dict[str, Any], list[str]]:
@@ -201,42 +182,27 @@ def ledger(lines: Iterable[Line]) -> tuple[dict[str, Any], list[str]]:
         for reader in (money, launches, steps):
             reader.take(change)
     books, by_pool, times = money.closed(), launches.medians(), steps.rows()
-    said = sentence(by_pool)
-    started = ["", f"from a node's request to its first step: {said} (medians)"] if said else []
-    rows = shown(times)
-    text = [
-        *spent(books),
-        "",
-        *transitions(books.transitions),
-        *started,
-        *(["", *rows] if rows else []),
-    ]
+    text = [*spent(books), "", *transitions(books.transitions)]
+    if said := sentence(by_pool):
+        text += ["", f"from a node's request to its first step: {said} (medians)"]
+    if rows := shown(times):
+        text += ["", *rows]
     return _plain(books) | {"launch_to_first_step_s_by_pool": by_pool, "step_times": times}, text
 
 
 def transitions(found: Sequence[Transition]) -> list[str]:
     """A row per generation, and where the pause of each went."""
     head = (
-        "GEN",
-        "CAUSE",
-        "AT STEP",
-        "LOST",
-        "PAUSE",
-        "FROM",
-        "TO",
-        "SOURCE",
-        "MOVED",
-        "CONTENT",
-        "LOSS",
-        "PHASES",
-    )
+        "GEN", "CAUSE", "AT STEP", "LOST", "PAUSE", "FROM", "TO", "SOURCE", "MOVED", "CONTENT",
+        "LOSS", "PHASES",
+    )  # fmt: skip
+    equal = {True: "equal", None: "-"}
     rows = [
         (
             t.generation, t.cause, t.at_step, t.steps_lost, f"{t.pause_s:.2f} s",
-            t.from_layout or "-", t.to_layout, t.source, size(t.bytes_moved), {True: "equal",
-            False: "DIFFERS", None: "-"}[t.digest_ok], {True: "equal", False: "differs",
-            None: "-"}[t.loss_equal], " ".join(f"{name} {seconds:.2f}" for name,
-            seconds in t.phases_s.items() if seconds >= 0.005),
+            t.from_layout or "-", t.to_layout, t.source, size(t.bytes_moved),
+            equal.get(t.digest_ok, "DIFFERS"), equal.get(t.loss_equal, "differs"),
+            " ".join(f"{name} {s:.2f}" for name, s in t.phases_s.items() if s >= 0.005),
         )
         for t in found
     ]  # fmt: skip
@@ -245,33 +211,22 @@ def transitions(found: Sequence[Transition]) -> list[str]:
 
 def spent(books: Account) -> list[str]:
     """A row per category that took anything."""
-    total_s = sum(books.gpu_seconds.values())
-    rows = [("CATEGORY", "GPU-SECONDS", "SHARE", "WALL", "USD")]
+
+    def row(name: str, share: str, *, gpu_s: float, wall_s: float, usd: float) -> tuple[str, ...]:
+        return name, f"{gpu_s:.1f}", share, f"{wall_s:.1f} s", f"{usd:.4f}"
+
+    total_s, seconds, dollars = sum(books.gpu_seconds.values()), books.seconds, books.usd
+    rows: list[tuple[str, ...]] = [("CATEGORY", "GPU-SECONDS", "SHARE", "WALL", "USD")]
     for name, gpu_s in books.gpu_seconds.items():
-        if gpu_s >= 0.05 or books.seconds[name] >= 0.05 or books.usd[name] >= 0.00005:
+        if gpu_s >= 0.05 or seconds[name] >= 0.05 or dollars[name] >= 0.00005:
             share = f"{100 * gpu_s / total_s:.1f} %" if total_s else "-"
-            rows.append(
-                (
-                    name,
-                    f"{gpu_s:.1f}",
-                    share,
-                    f"{books.seconds[name]:.1f} s",
-                    f"{books.usd[name]:.4f}",
-                )
-            )
-    rows.append(
-        (
-            "sum",
-            f"{total_s:.1f}",
-            "",
-            f"{sum(books.seconds.values()):.1f} s",
-            f"{sum(books.usd.values()):.4f}",
-        )
-    )
+            wall_s, usd = seconds[name], dollars[name]
+            rows.append(row(name, share, gpu_s=gpu_s, wall_s=wall_s, usd=usd))
+    wall_s, usd = sum(seconds.values()), sum(dollars.values())
+    rows.append(row("sum", "", gpu_s=total_s, wall_s=wall_s, usd=usd))
     away_s = books.totals.storage_away_s
-    return columns(rows, right=(1, 2, 3, 4)) + (
-        [f"storage accepted no write of the driver for {away_s:.0f} s"] if away_s else []
-    )
+    told = [f"storage accepted no write of the driver for {away_s:.0f} s"] if away_s else []
+    return columns(rows, right=(1, 2, 3, 4)) + told
 
 
 def _steps(data: Mapping[str, Any], view: View) -> str:
@@ -302,11 +257,12 @@ def _head(data: Mapping[str, Any], view: View) -> list[str]:
         ),
     ]
     if data["samples_exact"] is not None:
-        words = {
-            True: "every step trained on exactly its own samples",
-            False: "DIFFER from the order of the job",
-        }
-        rows.append(("samples", words[data["samples_exact"]]))
+        exact = data["samples_exact"]
+        right, wrong = (
+            "every step trained on exactly its own samples",
+            "DIFFER from the order of the job",
+        )
+        rows.append(("samples", right if exact else wrong))
     if data.get("noise_scale"):
         rows.append(("noise scale", data["noise_scale"]["advice"]))
     if data["drill_left"]:
@@ -316,51 +272,29 @@ def _head(data: Mapping[str, Any], view: View) -> list[str]:
         more = "the one before was still being written; a larger checkpoint_every leaves time"
         rows.append(("copies", f"{n_of(data['copies_skipped'], 'checkpoint')} skipped: {more}"))
     if data["copies_failed"]:
-        rows.append(
-            (
-                "copies",
-                f"{n_of(data['copies_failed'], 'checkpoint')} not made or not readable: "
-                f"elastic why {data['run']}",
-            )
-        )
+        failed = f"{n_of(data['copies_failed'], 'checkpoint')} not made or not readable"
+        rows.append(("copies", f"{failed}: elastic why {data['run']}"))
     rows += [(f"no {name}", why) for name, why in data["unusable"].items()]
     rows += [("note", text) for text in data["notes"]]
     if data["data_wait"] > MUCH:
-        more = "more data.loader_workers, or more data.prefetch_steps"
-        rows.append(
-            (
-                "data",
-                f"steps waited {100 * data['data_wait']:.0f} % of their time for data: {more} "
-                "(docs/data.md)",
-            )
-        )
+        more = "more data.loader_workers, or more data.prefetch_steps (docs/data.md)"
+        waited = percent(data["data_wait"])
+        rows.append(("data", f"steps waited {waited} of their time for data: {more}"))
     if data["token_imbalance"] is not None and data["token_imbalance"] > 1 + MUCH:
-        most = (
-            f"the fullest rank of a step has {100 * (data['token_imbalance'] - 1):.0f} % more "
-            "tokens per sample than the mean"
-        )
-        rows.append(("tokens", f"{most}: the others wait for it; pack evens it out (docs/data.md)"))
+        more = f"{percent(data['token_imbalance'] - 1)} more tokens per sample than the mean"
+        rest = "the others wait for it; pack evens it out (docs/data.md)"
+        rows.append(("tokens", f"the fullest rank of a step has {more}: {rest}"))
     if data["expert_load"] is not None:
         times = f"{data['expert_load']:.2f} times as many tokens as the mean"
         rows.append(("experts", f"those of the fullest rank get {times} (docs/layouts.md)"))
     if data["pad_share"] is not None:
-        rows.append(
-            (
-                "filling",
-                f"{100 * data['pad_share']:.1f} % of the places of the micro-batches held no token",
-            )
-        )
+        pad = f"{100 * data['pad_share']:.1f} %"
+        rows.append(("filling", f"{pad} of the places of the micro-batches held no token"))
     if data["launch_to_first_step_s"] is not None:
         rows.append(("first step", f"{data['launch_to_first_step_s']:.1f} s after the launch"))
     if by_pool := sentence(data["launch_to_first_step_s_by_pool"]):
         rows.append(("of a node", f"{by_pool} from its request to its first step (medians)"))
     return columns(rows)
-
-
-def _data_wait(books: Account) -> float:
-    """Share of the steps' time in which some rank waited for data."""
-    data_s, productive_s = books.gpu_seconds["data_loading"], books.gpu_seconds["productive"]
-    return round(data_s / (data_s + productive_s), 4) if data_s else 0.0
 
 
 def _mean(view: View, name: str) -> float | None:
@@ -379,15 +313,8 @@ def _noise(view: View) -> dict[str, Any]:
             f"measured in {len(view.noise)} steps only (the layouts that ran may give no two "
             "batch sizes): too few to say"
         )
-        return {
-            "noise_scale": {
-                "samples": None,
-                "low": None,
-                "high": None,
-                "n_steps": len(view.noise),
-                "advice": text,
-            }
-        }
+        nothing = asdict(NoiseScale(None, None, None, len(view.noise)))
+        return {"noise_scale": {**nothing, "advice": text}}
     return {"noise_scale": {**asdict(found), "advice": advice(found, view.job.global_batch)}}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from elastic.observe.accounting.accounts import Account
 from elastic.observe.accounting.transitions import Transition
 from elastic.observe.diagnosis.axis_rows import AxisRow
-from elastic.observe.diagnosis.verdicts import RunVerdict
+from elastic.observe.diagnosis.verdicts import RunVerdict, percent
 from elastic.observe.profiles.profile_bars import milliseconds
 from elastic.observe.reporting import page_words, savings
 from elastic.observe.reporting.charts import capacity_chart, loss_chart
@@ -77,7 +77,7 @@ def content(
         "verdicts": found, "bounds": page_words.BOUNDS, "changes": rows,
         "n_changes": len(books.transitions), "phases": page_words.PHASES, "target": target,
         "glossary": page_words.GLOSSARY, "unit": view.unit,
-        "usd": usd, "span": span, "percent": lambda share: f"{100 * share:.0f} %",
+        "usd": usd, "span": span, "percent": percent,
     }  # fmt: skip
 
 
@@ -91,8 +91,8 @@ def traffic(seen: RunSeen, axes: Sequence[AxisRow]) -> dict[str, Any] | None:
             "axis": one.axis, "about": page_words.AXES.get(one.axis, ""),
             "sent": "-" if one.n_bytes is None else size(one.n_bytes),
             "in_all": "-" if one.n_bytes is None else size(one.n_bytes * main.n_seen),
-            "planned": _waited(one.planned_s), "measured": _waited(one.measured_s),
-            "busy": _waited(one.busy_s),
+            "planned": milliseconds(one.planned_s), "measured": milliseconds(one.measured_s),
+            "busy": milliseconds(one.busy_s),
         }
         for one in axes
     ]  # fmt: skip
@@ -100,10 +100,6 @@ def traffic(seen: RunSeen, axes: Sequence[AxisRow]) -> dict[str, Any] | None:
         "rows": rows, "layout": str(main.plan.layout), "steps": main.n_seen,
         "profiled": bool(main.profile), "planned": any(one.planned_s for one in axes),
     }  # fmt: skip
-
-
-def _waited(seconds: float | None) -> str:
-    return "-" if seconds is None else milliseconds(seconds)
 
 
 def usd(value: float | None) -> str:
@@ -175,73 +171,42 @@ def _summary(seen: RunSeen, word: str) -> str:
     most = max((sum(m.gpus.values()) for m in seen.history.moments), default=0)
     steps = f"{totals.steps:,} of {view.steps:,} steps" if view.steps else f"{totals.steps:,} steps"
     read = f", {totals.tokens:,} {view.unit}" if totals.tokens else ""
-    return f"{steps}{read}, in {span(totals.wall_s)} on up to {most} {word}s" + (
-        f" of {_listed([pool.name for pool in view.state.pools])}" if view.state.pools else ""
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"pool {names[0]}" if len(names) == 1 else f"pools {', '.join(names)}"
+    names = [pool.name for pool in view.state.pools]
+    of = f" of pool{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
+    return f"{steps}{read}, in {span(totals.wall_s)} on up to {most} {word}s{of}"
 
 
 def _cards(seen: RunSeen, on_demand: savings.OnDemand | str) -> list[dict[str, str]]:
     view, books = seen.view, seen.account
     totals, priced = books.totals, books.totals.usd > 0
-    cards = [
-        {"title": "Cost", "value": usd(totals.usd) if priced else "no price",
-         "about": "by the pools' prices; disks and traffic are not in it" if priced
-         else "the machines of this run have no price"},
-    ]  # fmt: skip
+    cards: list[dict[str, str]] = []
+
+    def add(title: str, value: str, about: str) -> None:
+        cards.append({"title": title, "value": value, "about": about})
+
+    if priced:
+        add("Cost", usd(totals.usd), "by the pools' prices; disks and traffic are not in it")
+    else:
+        add("Cost", "no price", "the machines of this run have no price")
     if isinstance(on_demand, savings.OnDemand):
         better = on_demand.saved_usd >= 0
-        cards.append(
-            {
-                "title": "Saved" if better else "More than on-demand",
-                "value": usd(abs(on_demand.saved_usd)),
-                "about": f"{100 * abs(on_demand.saved_share):.0f} % {'less' if better else 'more'} "
-                "than the same training on on-demand machines",
-            }
-        )
+        share = f"{percent(abs(on_demand.saved_share))} {'less' if better else 'more'}"
+        about = f"{share} than the same training on on-demand machines"
+        add("Saved" if better else "More than on-demand", usd(abs(on_demand.saved_usd)), about)
     if priced and totals.tokens:
-        cards.append(
-            {
-                "title": f"Per million {view.unit}",
-                "value": usd(1e6 * totals.usd / totals.tokens),
-                "about": f"{totals.tokens_per_s:,.0f} {view.unit} a second, pauses included",
-            }
-        )
-    cards.append(
-        {
-            "title": "Goodput",
-            "value": f"{100 * totals.goodput:.1f} %",
-            "about": "of the paid GPU time was training that counts",
-        }
-    )
+        about = f"{totals.tokens_per_s:,.0f} {view.unit} a second, pauses included"
+        add(f"Per million {view.unit}", usd(1e6 * totals.usd / totals.tokens), about)
+    about = "of the paid GPU time was training that counts"
+    add("Goodput", f"{100 * totals.goodput:.1f} %", about)
     entered = [one for one in books.transitions if one.cause != "start"]
-    again = sum(one.steps_lost for one in entered)
-    cards.append(
-        {
-            "title": "Changes of capacity",
-            "value": str(len(entered)),
-            "about": f"paused for {span(sum(t.pause_s for t in entered))} in all; {again} "
-            "steps trained again",
-        }
-    )
+    paused, again = sum(t.pause_s for t in entered), sum(one.steps_lost for one in entered)
+    about = f"paused for {span(paused)} in all; {again} steps trained again"
+    add("Changes of capacity", str(len(entered)), about)
     if totals.final_loss is not None:
-        validation = (
-            view.evaluations[max(view.evaluations)].get("validation_loss")
-            if view.evaluations
-            else None
-        )
-        cards.append(
-            {
-                "title": "Loss at the end",
-                "value": f"{totals.final_loss:.4f}",
-                "about": "not tested on other samples"
-                if validation is None
-                else f"{validation:.4f} on samples that were not trained on",
-            }
-        )
+        about = "not tested on other samples"
+        if (validation := view.validation_loss) is not None:
+            about = f"{validation:.4f} on samples that were not trained on"
+        add("Loss at the end", f"{totals.final_loss:.4f}", about)
     return cards
 
 

@@ -32,14 +32,10 @@ class RestartTime:
     source: str
 
 
-def _raced(idle_s: float, changes: int) -> dict[str, float]:
-    return dict.fromkeys(CAUSES, idle_s / changes)
-
-
 RACE = "docs/benchmarks.md, race: idle time over four preemptions and four replacements"
 RESTARTS = (
-    RestartTime("torchrun with tuned timeouts", _raced(64.3, 8), RACE),
-    RestartTime("Ray Train 2.60 with tuned timeouts", _raced(114.0, 8), RACE),
+    RestartTime("torchrun with tuned timeouts", dict.fromkeys(CAUSES, 64.3 / 8), RACE),
+    RestartTime("Ray Train 2.60 with tuned timeouts", dict.fromkeys(CAUSES, 114.0 / 8), RACE),
     RestartTime(
         "Ray Train 2.60 as it comes",
         {"loss": 82.6, "notice": 87.3, "growth": 14.4},
@@ -132,8 +128,12 @@ def against_restarts(view: View, books: Account, history: CapacityHistory) -> tu
         return ()
     times = [point.step_time_s for point in view.points if point.step_time_s > 0]
     step_s = median(times) if times else 0.0
-    lost = {one.generation: _since_checkpoint(one.at_step + one.steps_lost, one.at_s, history)
-            for one in changes if one.cause == "loss"}  # fmt: skip
+    lost: dict[int, int] = {}  # steps that were finished and that no checkpoint held
+    for one in changes:
+        if one.cause == "loss":
+            reached = one.at_step + one.steps_lost
+            known = (s for at_s, s in history.saved if at_s <= one.at_s and s <= reached)
+            lost[one.generation] = reached - max(known, default=0)
     found = []
     for time in RESTARTS:
         idle_s = saved_s = gpu_s = usd = 0.0
@@ -153,12 +153,6 @@ def against_restarts(view: View, books: Account, history: CapacityHistory) -> tu
             )
         )  # fmt: skip
     return tuple(found)
-
-
-def _since_checkpoint(reached: int, at_s: float, history: CapacityHistory) -> int:
-    """Steps that were finished and that no checkpoint held."""
-    known = [step for saved_s, step in history.saved if saved_s <= at_s and step <= reached]
-    return reached - max(known, default=0)
 
 
 @dataclass(frozen=True)
@@ -184,16 +178,13 @@ def to_target(view: View, history: CapacityHistory, target: float) -> TargetLoss
     measured = view.validation_losses()
     by = "validation loss"
     if not measured:
-        by, measured = f"mean train loss of {WINDOW} steps", _means(curve_losses(view))
+        by = f"mean train loss of {WINDOW} steps"
+        measured = _means({point.step: point.train_loss for point in curve})
     step = next((step for step, loss in measured.items() if loss <= target), None)
     if step is None:
         return TargetLoss(target, None, None, None, min(measured.values(), default=None), by)
     since_s = at_s.get(step, view.at_s) - view.started_at_s
     return TargetLoss(target, step, history.usd_at.get(step), since_s, measured[step], by)
-
-
-def curve_losses(view: View) -> dict[int, float]:
-    return {point.step: point.train_loss for point in view.curve()}
 
 
 def _means(losses: Mapping[int, float]) -> dict[int, float]:

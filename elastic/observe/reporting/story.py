@@ -140,7 +140,8 @@ def _by_change(view: View, books: Account, incidents: Sequence[Incident]) -> lis
     for one in sorted(books.transitions, key=lambda one: one.at_s):
         around = [i for i in incidents if since_s < i.at_s <= one.at_s]
         told += _troubles(view, around)
-        told.append(Sentence(_when(view, one.at_s), _mark(one), _change(view, one, around)))
+        mark = one.cause if one.cause in MARKS else "change"
+        told.append(Sentence(_when(view, one.at_s), mark, _change(view, one, around)))
         since_s = one.at_s
     return told + _troubles(view, [i for i in incidents if i.at_s > since_s])
 
@@ -170,10 +171,6 @@ def _troubles(view: View, around: Sequence[Incident]) -> list[Sentence]:
     return told
 
 
-def _mark(one: Transition) -> str:
-    return one.cause if one.cause in ("start", "notice", "loss", "growth") else "change"
-
-
 def _change(view: View, one: Transition, around: Sequence[Incident]) -> str:
     plan = view.planned.get(one.generation)
     n = len(plan.ranks) if plan is not None else 0
@@ -192,17 +189,12 @@ def _change(view: View, one: Transition, around: Sequence[Incident]) -> str:
         "phase": f"The job came to its phase {plan.phase + 1 if plan is not None else '-'}",
         "rollback": "The numbers had gone wrong, so an earlier state was taken",
     }[one.cause]
+    paused = f"It paused for {one.pause_s:.1f} s" if one.pause_s >= 0.05 else "It did not pause"
+    again = f"{n_of(one.steps_lost, 'step')} had to be trained again"
     return (
         f"{why}: training continued at step {one.at_step} on {on}, {SOURCES[one.source]}. "
-        f"{_price(one.pause_s, one.steps_lost)}"
+        f"{paused}, and {again if one.steps_lost else 'no work was lost'}."
     )
-
-
-def _price(pause_s: float, steps_lost: int) -> str:
-    paused = f"It paused for {pause_s:.1f} s" if pause_s >= 0.05 else "It did not pause"
-    if not steps_lost:
-        return f"{paused}, and no work was lost."
-    return f"{paused}, and {n_of(steps_lost, 'step')} had to be trained again."
 
 
 def _names(around: Sequence[Incident], *kinds: str) -> str:

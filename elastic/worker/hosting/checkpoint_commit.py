@@ -24,6 +24,7 @@ from elastic.types import Copy, CopyFailed, CopyRemoved, CopyStored, Event, Work
 from elastic.types.grid import coordinates, rank_of
 from elastic.types.orders import WorkerOrder, WriteShard
 from elastic.worker.hosting.checkpoint_checks import CopyChecks, Paced
+from elastic.worker.hosting.thread_boundary import waiting
 
 if TYPE_CHECKING:
     from elastic.worker.hosting.aggregate import CheckpointParts
@@ -67,10 +68,7 @@ class CheckpointCommitter:
 
     def news(self) -> list[Event]:
         """What has become of the orders since the last call."""
-        found: list[Event] = []
-        while not self._news.empty():
-            found.append(self._news.get())
-        return found + self._overdue(time.monotonic())
+        return waiting(self._news) + self._overdue(time.monotonic())
 
     @property
     def committing(self) -> bool:

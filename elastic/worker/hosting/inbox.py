@@ -16,7 +16,7 @@ from elastic.config.job import drill_entry
 from elastic.errors import SpecError, StorageRefused
 from elastic.storage import Storage
 from elastic.types import ProfileAsked
-from elastic.worker.hosting.thread_boundary import ThreadBoundary
+from elastic.worker.hosting.thread_boundary import ThreadBoundary, waiting
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,7 @@ class Inbox:
         """What has come since the last call."""
         if not self._storage.remote:
             self._boundary.holds(self._look)
-        found: list[InboxOrders] = []
-        while not self._found.empty():
-            found.append(self._found.get())
+        found = waiting(self._found)
         stops = [orders.stop for orders in found if orders.stop is not None]
         return InboxOrders(
             tuple(drill for orders in found for drill in orders.drills),

@@ -1,9 +1,14 @@
-"""Boundary: what a lasting background thread raises is logged, and the thread continues."""
+"""What a lasting background thread raises is logged, and the thread continues; what it has found is
+taken from a queue."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class ThreadBoundary:
@@ -27,3 +32,11 @@ class ThreadBoundary:
         if text != self._said:
             self._said = text
             self._log.warning("%s: %s; retried", self._what, text)
+
+
+def waiting(news: SimpleQueue[T]) -> list[T]:
+    """What a thread has put there and nobody has taken yet."""
+    found = []
+    while not news.empty():
+        found.append(news.get())
+    return found

@@ -24,7 +24,6 @@ from elastic.driver import drive, restored
 from elastic.errors import ElasticError, SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, RunFolder
-from elastic.ledger.watched_journal import WatchedJournal
 from elastic.policy.state.fold import State
 from elastic.storage import Storage, open_storage
 from elastic.text import n_of
@@ -345,8 +344,8 @@ class StandaloneRun:
             )
             stack.callback(backend.close)
             self._passes_on(backend.ask_stop)
-            hear = () if self._told is None else (self._told.hear,)
-            journal = WatchedJournal(folder.open_journal(lease.epoch, stored, cut), hear)
+            journal = folder.open_journal(lease.epoch, stored, cut)
+            journal.hear = () if self._told is None else (self._told.hear,)
             stack.callback(journal.close)
             if self._told is not None:
                 self._told.start(lines, lease.epoch)

@@ -141,7 +141,7 @@ def two(
         "time",
         SimpleNamespace(monotonic=lambda: clock.now_s, sleep=lambda s: None),
     )
-    monkeypatch.setattr(worker_group_module, "_kill", lambda actor: killed.append(actor.name))
+    monkeypatch.setattr(worker_group_module, "kill", lambda actor: killed.append(actor.name))
     monkeypatch.setattr(
         worker_group_module.os, "kill", lambda pid, number: killed.append((pid, number))
     )

@@ -48,6 +48,7 @@ def test_answers_are_taken_together_and_nodes_are_placed_where_they_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ray, nodes = MadeUpRay(), {f"n{k}": f"{k:056x}" for k in range(300)}
+    monkeypatch.setattr(notice_watchers, "kill", ray.kill)
     with patch.object(notice_watchers, "ray", ray):
         watchers = NoticeWatchers()
         try:

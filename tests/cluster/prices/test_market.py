@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.config import Config
+from botocore.retries.standard import ExponentialBackoff
 from support.cluster.aws_endpoint import AwsEndpoint
 from support.waiting import until
 
@@ -80,13 +82,18 @@ def aws(
         for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
             monkeypatch.setenv(name, "/nonexistent")
         monkeypatch.delenv("AWS_PROFILE", raising=False)
-        monkeypatch.setattr(aws_prices, "wait_random_exponential", lambda **_: lambda state: 0.01)
-        monkeypatch.setattr(aws_prices, "READ_S", 60.0)  # the machine may be busy
+        monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.01)
+        waits(60.0, monkeypatch)  # the machine may be busy
         yield endpoint
     until(
         lambda: not any(thread.name == "market" for thread in threading.enumerate()),
         "the last question of this test's tickers",
     )
+
+
+def waits(read_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    patience = aws_prices.PATIENCE.merge(Config(read_timeout=read_s))
+    monkeypatch.setattr(aws_prices, "PATIENCE", patience)
 
 
 def test_spot_prices_by_zone_and_the_median_of_a_region(aws: AwsEndpoint) -> None:
@@ -197,7 +204,7 @@ def test_prices_are_found_where_only_scores_are_forbidden(
 
 @pytest.mark.slow
 def test_an_endpoint_that_hangs(aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aws_prices, "READ_S", 0.2)
+    waits(0.2, monkeypatch)
     monkeypatch.setattr(aws_prices, "_client", MAKE_CLIENT)
     aws.hang.set()
     began_s = time.monotonic()
@@ -233,7 +240,7 @@ def test_without_credentials_the_table_counts_and_that_is_said_once(
 def test_an_endpoint_that_hangs_is_said_once_and_the_table_counts(
     aws: AwsEndpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(aws_prices, "READ_S", 0.2)
+    waits(0.2, monkeypatch)
     monkeypatch.setattr(aws_prices, "_client", MAKE_CLIENT)
     aws.hang.set()
     with caplog.at_level(logging.WARNING, "elastic"):

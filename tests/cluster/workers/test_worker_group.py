@@ -86,8 +86,8 @@ def test_workers_of_another_version_are_replaced_and_that_is_said(
         "list_named_actors",
         lambda **_: [{"name": name, "namespace": "test"} for name in actors],
     )
-    monkeypatch.setattr(worker_group_module, "_actor", lambda name, namespace: actors[name])
-    monkeypatch.setattr(worker_group_module, "_kill", killed.append)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actors[name])
+    monkeypatch.setattr(worker_group_module, "kill", killed.append)
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
     monkeypatch.setattr(ray, "get", lambda ref: ref)
     worker_group = WorkerGroup(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=False)

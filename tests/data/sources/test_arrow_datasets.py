@@ -23,7 +23,7 @@ from elastic.data import progress
 from elastic.data.batches import Unread, batch_of
 from elastic.data.budget import Microbatch
 from elastic.data.collate import collate
-from elastic.data.loader_processes import Readers, Recipe
+from elastic.data.loader_processes import Readers
 from elastic.data.open_datasets import dataset_of
 from elastic.data.order import sample_ids
 from elastic.data.sources import arrow_datasets
@@ -245,7 +245,7 @@ def test_the_model_knows_all_formats() -> None:
 def test_loader_processes_read_the_same(place: Path) -> None:
     source = {"dataset": "rows.parquet", "text": "body", "tokenizer": "bytes", "seq": 50}
     spec = job(place, source)
-    readers = Readers(Recipe(spec), 1)
+    readers = Readers(spec, 1)
     try:
         part = Microbatch(tuple(sample_ids(100, 4, 3, step=1)), None)
         (found,) = readers.each[0].load([part])
