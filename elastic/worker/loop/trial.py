@@ -10,7 +10,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,7 +30,7 @@ from elastic.errors import ProgramError
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import WITH_A_BATCH, Run
 from elastic.worker.loop.loss_reduction import A_MEAN, Means
-from elastic.worker.program.calls import count_of
+from elastic.worker.program.calls import ModelCall, ModelCalls, count_of
 from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
 
 log = logging.getLogger(__name__)
@@ -50,6 +57,7 @@ class Trial:
 
     def __init__(self, stack: ExitStack) -> None:
         self.program: LoopProgram | None = None
+        self.calls: list[ModelCall] = []  # of its model
         self._stack = stack
 
     def entered(self, run: Run) -> Run:
@@ -59,7 +67,7 @@ class Trial:
         self._stack.enter_context(_ended_after(MOST_S, run.program))
         for muted in (redirect_stdout, redirect_stderr):
             self._stack.enter_context(muted(io.StringIO()))
-        return TriedRun(run)
+        return TriedRun(run, self.calls)
 
 
 def is_found(error: Exception) -> bool:
@@ -75,7 +83,8 @@ class TriedRun(Run):
     """Gives the first samples once. Whoever asks where he is, as for `if run.rank == 0:`, may do
     what is to be done only once: the trial ends there."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, calls: list[ModelCall]) -> None:
+        """`calls`: those of the model are noted there."""
         whole = run.program
 
         def without_values(batch: Mapping[str, torch.Tensor]) -> Any:
@@ -85,7 +94,9 @@ class TriedRun(Run):
         self._whole, self.handoff = whole, _NoWorker(whole)
         self._begun = False  # has the first batch been given?
         with torch.device("meta"):
-            self.model.attach(whole.model())
+            self._module = whole.model()
+        self.model.attach(self._module)
+        self._calls = calls
 
     def __getattr__(self, name: str) -> Any:
         if name in WITH_A_BATCH and not self.__dict__["_begun"]:
@@ -98,7 +109,13 @@ class TriedRun(Run):
         assert self._whole.dataset is not None
         self._evaluate()
         self._batch, self._begun = _first(self._whole.dataset()), True
+        calls = ModelCalls(len(next(iter(self._batch.values()))), self._called)
+        self._module.register_forward_pre_hook(calls.enters, with_kwargs=True)
         return self.program.given(self._batch)
+
+    def _called(self, call: ModelCall) -> AbstractContextManager[None]:
+        self._calls.append(call)
+        return nullcontext()
 
     def _evaluate(self) -> None:
         """What the script gives for its validation set, on shapes. Raises ProgramError for a

@@ -117,6 +117,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def length_of(value: Any) -> int:
+    """Positions of the sequences among these tensors; 0 = they have none."""
+    return next((int(x.shape[1]) for x in tensors_in(value) if x.ndim > 1), 0)
+
+
 # ------------------------------------------------------------------------------------------ checks
 
 

@@ -1,8 +1,11 @@
-"""How a Program's functions are called, with what they return checked."""
+"""How a Program's functions are called, with what they return checked, and how a script calls its
+model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,3 +97,63 @@ def loss_of(program: Program, output: Any, batch: Batch) -> torch.Tensor:
             f"Program.loss returned {found}; it must return the sum over the batch, a scalar tensor"
         )
     return value
+
+
+# --------------------------------------------------------------------------------- in a user's loop
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of a script's model in a step, with `n` rows. Its batch has `n_rows`, of which row
+    `first` comes next; `again`: how often all of them were passed before."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    n: int
+    n_rows: int
+    first: int = 0
+    again: int = 0
+
+    @property
+    def rows(self) -> range | None:
+        """Of the batch; None: it has not so many left."""
+        last = self.first + self.n
+        return range(self.first, last) if last <= self.n_rows else None
+
+
+class ModelCalls:
+    """Follows a script in a step, which calls the model by itself: with all samples of its batch,
+    as often as it likes, or with some after others. `around` each call."""
+
+    def __init__(
+        self, n_rows: int, around: Callable[[ModelCall], AbstractContextManager[None]]
+    ) -> None:
+        self.n_rows, self.around = n_rows, around
+        self.first = self.again = 0
+        self._inside = ExitStack()
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        # before FSDP, which casts what it is called with
+        hooks = [
+            model.register_forward_pre_hook(self.enters, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._leaves, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            self._leaves()
+            for hook in hooks:
+                hook.remove()
+
+    def enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim)
+        n = len(next(given, range(self.n_rows)))
+        call = ModelCall(args, kwargs, n, self.n_rows, self.first, self.again)
+        self._inside.enter_context(self.around(call))
+        if call.rows is not None:
+            more, self.first = divmod(call.rows.stop, self.n_rows)
+            self.again += more
+
+    def _leaves(self, *_: Any) -> None:
+        self._inside.close()

@@ -10,13 +10,11 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from elastic.errors import ElasticError, ProgramError, SpecError, alike
 from elastic.models.experts import COUNTS, expert_modules
 from elastic.models.nf4 import PACKED
 from elastic.program import Program, pattern_regex, patterns_of
-from elastic.text import n_of
 from elastic.types import ModelProfile, TensorSpec
 from elastic.user_frames import raised_at
 from elastic.worker.program.element_wise import what_they_keep, with_kept
@@ -42,8 +40,7 @@ CUT = {
 
 # styles by which a tp rank has a part of the sequence
 OF_A_PART = {style for style in CUT if "scatter" in style or "sequence" in style}
-OF_A_LOOP = "LoopProgram"
-NO_PIPELINE = {OF_A_LOOP: "its script calls the whole model"}
+NO_PIPELINE = {"LoopProgram": "its script calls the whole model"}
 ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
@@ -207,7 +204,7 @@ def trace(program: Program) -> ModelProfile:
         len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1,
         limit), extra, not no_pp, n_expert_params(model), math.gcd(*experts.values()),
         no_pp=no_pp, no_tp=no_tp,
-        notes=drawn_by_rank(model) if type(program).__name__ == OF_A_LOOP else (),
+        notes=getattr(program, "notes", ()),  # of a loop
     )  # fmt: skip
     norms = training_norms(model)
     return _with_norms(profile, program, norms) if norms else profile
@@ -228,25 +225,6 @@ def _with_norms(profile: ModelProfile, program: Program, norms: Sequence[StepNor
         pipeline=profile.pipeline and not no_pp, tp_limit=1 if no_tp else profile.tp_limit,
         notes=(*profile.notes, chosen(norms)),
     )  # fmt: skip
-
-
-def drawn_by_rank(model: nn.Module) -> tuple[str, ...]:
-    """A line of the modules that draw random numbers, as far as their kinds tell: called from a
-    loop, nobody knows whose samples they draw for."""
-    names = [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, _DropoutNd) and module.p > 0)
-        or (isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0)
-    ]
-    if not names:
-        return ()
-    more = f" and {n_of(len(names) - 1, 'other module')}" if names[1:] else ""
-    draws = "draw random numbers" if more else "draws random numbers"
-    return (
-        f"{names[0]}{more} {draws}, and in a loop each rank draws its own: with another number of "
-        "ranks the losses are others (of a Program draws are keyed by sample, and they are not)",
-    )
 
 
 def n_expert_params(model: nn.Module) -> int:
