@@ -29,9 +29,13 @@ def loss_sum(logits, target):
 model = tiny_drops.model()
 torch.manual_seed(torch.initial_seed())  # the seed of the job, set before the script begins
 tiny_drops.program.init(model)
+model = model.double() if options.double else model
+optimizer = tiny.optimizer(model.named_parameters())
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, tiny.lr_factor)
 with elastic.loop(
-    model=model.double() if options.double else model,
-    optimizer=torch.optim.AdamW(model.parameters(), lr=0.003),
+    model=model,
+    optimizer=optimizer,
+    extra_state={"scheduler": scheduler},
     dataset=tiny.Strides(512),
     tp=tiny.program.tp,
     tp_limit=2,
@@ -56,3 +60,4 @@ with elastic.loop(
             both = run.model(torch.cat([x, x]))
             run.backward(loss_sum(both, torch.cat([target, target])) / 2)
         run.step()
+        scheduler.step()

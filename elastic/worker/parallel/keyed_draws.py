@@ -37,7 +37,7 @@ from elastic.worker.parallel.context_parallel import length_of, tensors_in
 from elastic.worker.parallel.draw_requests import DrawRequest, request_of, same
 from elastic.worker.parallel.keyed_numbers import Distribution, mixed, of_text
 from elastic.worker.parallel.part_of_draw import Draw, part_of
-from elastic.worker.program.calls import ModelCall
+from elastic.worker.program.calls import ModelCall, ModelCalls
 from elastic.worker.program.model_profile import block_names, unit_names
 
 log = logging.getLogger(__name__)
@@ -374,10 +374,13 @@ class KeyedDraws(Draws):
     def _tell(self, operation: str, why: str) -> None:
         """Once of each module, or of all that is drawn outside of all passes."""
         what = self.module if why is SHAPE else why
-        if what not in self._told:
-            self._told.add(what)
-            name = self.module or "forward"
-            self.say(f"{name} draws ({operation}) {why}: {TELLS}")
+        self.tell(what, f"{self.module or 'forward'} draws ({operation}) {why}")
+
+    def tell(self, about: str, text: str) -> None:
+        """Once, of what is not keyed."""
+        if about not in self._told:
+            self._told.add(about)
+            self.say(f"{text}: {TELLS}")
 
 
 class KeyedModel:
@@ -462,3 +465,12 @@ class StepDraws:
             yield
         finally:
             torch.set_rng_state(own)
+
+    def check_all(self, calls: ModelCalls) -> None:
+        """Of a script's step: tells where samples are missing."""
+        if calls.first and not self.draws.idle:
+            self.draws.tell(
+                "parts",
+                f"run.model was called with {calls.first} of the {calls.n_rows} samples of a "
+                "batch, nobody knows which",
+            )

@@ -340,6 +340,8 @@ class ForwardBackward:
             with calls.of(self.state.model), self.state.routed.counting(), self._in_a_step(train):
                 found = self.script.compute(batch, self.state.step, epoch)
             self.norms.check_all(calls)
+            if drawing is not None:
+                drawing.check_all(calls)
             return found
         evaluation = self.program.evaluation  # type: ignore[attr-defined]
         kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}
