@@ -185,7 +185,8 @@ def with_notes(program: LoopProgram) -> LoopProgram:
         return program
     trial = try_call(program, program.called)
     stray = trial.modules and program.called.rows is None
-    told = (f"{trial.modules[0] or 'forward'} draws {other_rows(program.called)}",) if stray else ()
+    name = trial.modules[0] or "forward" if stray else ""
+    told = (f"{name} draws {other_rows(program.called)}: {TELLS}",) if stray else ()
     return replace(program, notes=told or trial.problems)
 
 
