@@ -1,0 +1,56 @@
+"""A run with adapters on weights of 4 bits, through a growth and a notice, on the embedded cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.e2e.runs import BATCH, SEED, SOON_S, job, run
+from support.places import PROGRAMS
+from support.reference import train_alone
+
+from elastic.program import load_program
+from elastic.scenarios.kept_steps import kept
+
+# losses and live changes in a pool of workers: tests/worker/session/test_low_bit_chain.py
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
+torchao = pytest.importorskip("torchao", reason="it is in the extra 'test'")
+STEPS = 30
+SLOW = f"""
+import time
+from dataclasses import replace
+from elastic.program import load_program
+
+base = load_program({str(PROGRAMS / "tiny_qlora.py")!r})
+NF4 = load_program({str(PROGRAMS / "tiny_nf4.py")!r})
+
+
+def loss(output, batch):
+    time.sleep(0.05)
+    return base.loss(output, batch)
+
+
+program = replace(base, loss=loss, optimizer=NF4.optimizer)
+"""
+
+
+def test_a_run_with_adapters_on_4_bits_grows_and_shrinks(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SLOW)
+    drill = [
+        {"at_step": 6, "add": "spot"},
+        {"at_step": 16, "notice": "any-spot", "deadline_s": SOON_S},
+    ]
+    pool = {"name": "spot", "market_type": "spot", "gpus_per_node": 2, "usd_per_node_h": 1.0}
+    layout = {"6": "dp_shard=3,tp=2", "4": "dp_shard=2,tp=2", "2": "pp=2"}
+    more = {"program": str(program), "frozen_weights": "nf4", "layout": layout}
+    pools = [pool | {"max_nodes": 2, "notice_s": 20}]
+    summary, lines = run(job(tmp_path, STEPS, drill, pools=pools, **more))
+    assert summary["steps"] == STEPS and summary["samples_exact"] is True
+    made = [(t["cause"], t["source"]) for t in summary["transitions"]]
+    assert made == [("start", "fresh"), ("growth", "live"), ("notice", "live")]
+    assert all(t["digest_ok"] for t in summary["transitions"][1:])
+    settings = {"seed": SEED, "global_batch": BATCH, "clip_grad_norm": 1.0}
+    alone = train_alone(load_program(PROGRAMS / "tiny_nf4.py"), settings, STEPS)
+    losses = [done.train_loss for _, done in sorted(kept(lines).items())]
+    assert losses == pytest.approx(alone, abs=1e-4)
