@@ -57,8 +57,14 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     return found
 
 
-@lru_cache(maxsize=8)
+@torch.compiler.assume_constant_result
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same for compiled code, which else would look into torchao in each product."""
+    return _made_pairs(dtype, device)
+
+
+@lru_cache(maxsize=8)
+def _made_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """[256, 2]: the two values of each byte."""
     table, code = _table(dtype, device), torch.arange(16, device=device)
     high, low = code.repeat_interleave(16), code.repeat(16)
