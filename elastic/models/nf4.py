@@ -59,7 +59,7 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same for compiled code, which else would look into torchao in each product."""
+    """The same as a constant of compiled code, which else breaks off in torchao."""
     return _made_pairs(dtype, device)
 
 

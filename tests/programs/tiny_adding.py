@@ -47,5 +47,6 @@ program = elastic.Program(
     optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
     dataset=Data,
     loss=lambda output, batch: (output - batch["target"]).square().sum(),
+    count=lambda batch: len(batch["input"]),
     blocks="layers.*",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +53,8 @@ def parallelize(
     options.wrap(blocks)
     if mesh is not None and "fsdp" in names:
         dp_mesh = mesh["dp_replicate", "fsdp"] if "dp_replicate" in names else mesh["fsdp"]
+        for module in (*experts, *blocks, model):
+            module.register_forward_hook(_whole_output)  # before that of FSDP
         for module in experts:
             fully_shard(module, mesh=groups.experts, **options.of_experts())
         for block in blocks:
@@ -64,6 +67,21 @@ def parallelize(
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
     return model
+
+
+def _whole_output(_: nn.Module, args: object, output: Any) -> Any:
+    """FSDP gathers weights for the backward pass by a hook on what a module gives. Where that is a
+    view, as nn.Linear gives of sequences, and a program changes it in place (`out += x`), the hook
+    is lost. Nobody else has what this is a view of, and no gradient asks for its values: it counts
+    as a tensor of its own."""
+    if type(output) is not torch.Tensor or output._base is None or output.grad_fn is None:
+        return output
+    made_by = output.grad_fn.next_functions[0][0]
+    if output.grad_fn.name() != "ViewBackward0" or made_by is None:
+        return output
+    if made_by.name() != "AddmmBackward0":
+        return output
+    return torch.ops.aten._unsafe_view(output, output.shape)
 
 
 def _apply_tp(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:
