@@ -57,7 +57,7 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     return found
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same as a constant of compiled code, which else breaks off in torchao."""
     return _made_pairs(dtype, device)
@@ -96,7 +96,8 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     rows, n_bytes = packed.shape
     blocks = packed.reshape(-1, PACKED)
     scale = blocks[:, CODES:].contiguous().view(torch.float16).to(dtype)
-    values = _pairs(dtype, packed.device)[blocks[:, :CODES].int()].view(-1, BLOCK)
+    pairs: Tensor = _pairs(dtype, packed.device)
+    values = pairs[blocks[:, :CODES].int()].view(-1, BLOCK)
     return values.mul_(scale).view(rows, n_bytes // PACKED * BLOCK)
 
 

@@ -345,12 +345,12 @@ def match(tensors: Tensors, wanted: ImportRequest) -> TensorMatch:
     names = {MODEL + fqn: prefix + fqn for fqn in weights if prefix + fqn in tensors.tensors}
     found = TensorMatch(names | _all_moments(set(tensors.tensors), wanted.profile, specs), [], [])
     for fqn, name in found.names.items():
-        stored, own = tensors.tensors[name], (specs[fqn].shape, specs[fqn].dtype)
-        if _packs(wanted, fqn, stored[1]):
-            own = whole_shape(own[0]), "float32"
-        check_stored(f"{tensors.uri}: {name}", stored, own, fqn=fqn)
-        if stored[1] != specs[fqn].dtype:
-            found.converted.append(f"{name}: {stored[1]} -> {specs[fqn].dtype}")
+        (shape, dtype), own, numbers = tensors.tensors[name], specs[fqn].shape, specs[fqn].dtype
+        if _packs(wanted, fqn, dtype):
+            own, numbers = whole_shape(own), "float32"
+        check_stored(f"{tensors.uri}: {name}", fqn, (shape, own), dtypes=(dtype, numbers))
+        if dtype != specs[fqn].dtype:
+            found.converted.append(f"{name}: {dtype} -> {specs[fqn].dtype}")
     tied = {prefix + spec.fqn for spec in wanted.profile.specs if spec.tied_to is not None}
     used = set(found.names.values()) | tied | {RNG, LOSS_SCALE}
     found.extra = sorted(name for name in tensors.tensors if name not in used)

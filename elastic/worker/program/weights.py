@@ -175,10 +175,8 @@ def found_names(
     for fqn, name in names.items():
         stored = files.tensors[name]
         numbers = "float32" if fqn in program.packed else wanted[fqn].dtype
-        check_stored(
-            f"{files.uri}: {name}", (stored.shape, stored.dtype),
-            (stored_shape(program, wanted[fqn]), numbers), fqn=fqn,
-        )  # fmt: skip
+        shapes = (stored.shape, stored_shape(program, wanted[fqn]))
+        check_stored(f"{files.uri}: {name}", fqn, shapes, dtypes=(stored.dtype, numbers))
     if not names:
         raise SpecError(
             f"{files.uri}: none of its {len(files.tensors)} tensors is one of the program's; "
@@ -194,11 +192,11 @@ QUANTISED = (
 
 
 def check_stored(
-    where: str, stored: tuple[tuple[int, ...], str], wanted: tuple[tuple[int, ...], str], *,
-    fqn: str,
-) -> None:  # fmt: skip
-    """Shapes and types, of a tensor that is to become another. Raises SpecError where it cannot."""
-    (shape, dtype), (own, numbers) = stored, wanted
+    where: str, fqn: str, shapes: Sequence[tuple[int, ...]], *, dtypes: Sequence[str]
+) -> None:
+    """Of a tensor that is stored and of the numbers of the program's that it becomes. Raises
+    SpecError where it cannot."""
+    (shape, own), (dtype, numbers) = shapes, dtypes
     if dtype in ("int8", "uint8") and "float" in numbers:
         raise SpecError(f"{where} is {dtype}, without its scales; {QUANTISED}")
     if shape != own:
