@@ -187,7 +187,7 @@ def with_notes(program: LoopProgram) -> LoopProgram:
     stray = trial.modules and program.called.rows is None
     name = trial.modules[0] or "forward" if stray else ""
     told = (f"{name} draws {other_rows(program.called)}: {TELLS}",) if stray else ()
-    return replace(program, notes=told or trial.problems)
+    return replace(program, notes=(*program.notes, *(told or trial.problems)))
 
 
 def _tried(

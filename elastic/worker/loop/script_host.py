@@ -151,7 +151,7 @@ def capture(
             here.host = None
     if trial.program is None:
         raise SpecError(f"{file}: it ended before it entered elastic.loop")
-    return replace(trial.program, called=next(iter(trial.calls), None))
+    return replace(trial.program, called=next(iter(trial.calls), None), notes=trial.notes)
 
 
 def _refused(source: ScriptSource, error: BaseException, *, entered: bool = False) -> SpecError:

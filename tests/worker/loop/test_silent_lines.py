@@ -84,3 +84,13 @@ def test_what_a_loops_model_draws_is_named_where_it_cannot_be_keyed(tmp_path: Pa
     assert "draws (randperm) by an operation that is not known to draw sample by sample" in other
     early = captured(tmp_path, layers=drops, x="x if run.rank else x")
     assert early.called is None and notes(early) == ()
+
+
+def test_what_a_body_draws_beside_its_model_is_named_by_its_line(tmp_path: Path) -> None:
+    """Not what the model draws again in the backward pass, nor a generator of the script's own."""
+    again = "class Again(nn.Dropout):\n    def forward(self, x):\n        return checkpoint(super().forward, x, use_reentrant=False)\n"
+    before = f"from torch.utils.checkpoint import checkpoint\n{again}model.append(Again(0.5))"
+    own = "torch.rand(4, 4, generator=torch.Generator())"
+    assert captured(tmp_path, before=before, line=own).notes == ()
+    (mine,) = notes(captured(tmp_path, x="x + torch.randn_like(x)"))
+    assert mine.startswith("train.py:11 draws (randn_like) outside of run.model(...), each rank")
