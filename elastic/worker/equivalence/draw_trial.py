@@ -31,7 +31,6 @@ from elastic.worker.equivalence.forward_trace import (
 from elastic.worker.equivalence.no_randomness import DROPOUT_AT
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.loop.loop_model import mapped
-from elastic.worker.parallel.context_parallel import length_of, tensors_in
 from elastic.worker.parallel.draw_requests import request_of
 from elastic.worker.parallel.keyed_draws import (
     FUNCTIONS,
@@ -43,7 +42,7 @@ from elastic.worker.parallel.keyed_draws import (
     other_rows,
 )
 from elastic.worker.parallel.part_of_draw import Draw, of_one
-from elastic.worker.program.calls import ModelCall, call_model, inputs_of, loss_of
+from elastic.worker.program.calls import ModelCall, call_model, inputs_of, length_of, loss_of
 from elastic.worker.program.loop_program import LoopProgram
 
 log = logging.getLogger(__name__)
@@ -164,8 +163,7 @@ def try_draws(program: Program, batch: Batch, call: ModelPass = call_model) -> D
 
 def try_call(program: Program, call: ModelCall) -> DrawTrial:
     """The same of a script's program, by a call of its model."""
-    given = {str(i): x for i, x in enumerate(tensors_in([*call.args, *call.kwargs.values()]))}
-    batch = {key: x.detach()[:1] for key, x in given.items() if x.ndim and len(x) == call.n}
+    batch = {key: x.detach()[:1] for key, x in call.given.items()}
 
     def again(_: Program, model: nn.Module, batch: Batch) -> Any:
         device, numbers = next(iter(batch.values())).device, itertools.count()

@@ -33,11 +33,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic.program import Program
 from elastic.types import Layout
 from elastic.types.grid import Coordinates
-from elastic.worker.parallel.context_parallel import length_of, tensors_in
 from elastic.worker.parallel.draw_requests import DrawRequest, request_of, same
 from elastic.worker.parallel.keyed_numbers import Distribution, mixed, of_text
 from elastic.worker.parallel.part_of_draw import Draw, part_of
-from elastic.worker.program.calls import ModelCall, ModelCalls
+from elastic.worker.program.calls import ModelCall, ModelCalls, length_of
 from elastic.worker.program.model_profile import block_names, unit_names
 
 log = logging.getLogger(__name__)
@@ -296,9 +295,10 @@ class KeyedDraws(Draws):
         return super().inside(name, call, *args, **kwargs)
 
     @contextmanager
-    def step(self, layout: Layout, at: Coordinates) -> Iterator[None]:
-        """Forward and backward passes of a step run inside."""
-        self.layout, self.at, self.on = layout, at, True
+    def step(self, layout: Layout, at: Coordinates, *, told: bool = False) -> Iterator[None]:
+        """Forward and backward passes of a step run inside. `told`: what is drawn between them is
+        a script's, and told."""
+        self.layout, self.at, self.on = layout, at, told
         self._seeds.clear()
         try:
             yield
@@ -450,17 +450,12 @@ class StepDraws:
             draws.stray = other_rows(call)
             yield
             return
-        keys, shared, again = (
-            self.keys[0][call.rows.start : call.rows.stop],
-            self.shared,
-            call.again,
-        )
-        if again:
-            keys, shared = [mixed(key, again) for key in keys], mixed(shared, again)
+        keys, shared = self.keys[0][call.rows.start : call.rows.stop], self.shared
+        if call.again:  # a second pass draws others
+            keys, shared = [mixed(key, call.again) for key in keys], mixed(shared, call.again)
+        draws.stray = OUTSIDE
         own = torch.get_rng_state()
-        given = tensors_in([*call.args, *call.kwargs.values()])
-        length = length_of([x for x in given if x.ndim and len(x) == call.n])
-        draws.begin(keys, shared, length=length)
+        draws.begin(keys, shared, length=length_of(call.given))
         try:
             yield
         finally:

@@ -40,6 +40,23 @@ def call_model(program: Program, model: nn.Module, batch: Batch) -> Any:
     return model(inputs_of(program, batch), **keywords_of(program, batch))
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Of a tensor, a mapping or a sequence, nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def length_of(value: Any) -> int:
+    """Positions of the sequences among these tensors; 0 = they have none."""
+    return next((int(x.shape[1]) for x in tensors_in(value) if x.ndim > 1), 0)
+
+
 def cut_rows(n_rows: int, n: int, unit: int = 1) -> list[range]:
     """The rows of each of `n` microbatches, as `torch.tensor_split` cuts them: the first ones have
     one more; or, where so many rows stay together, one `unit` more."""
@@ -115,6 +132,12 @@ class ModelCall:
     again: int = 0
 
     @property
+    def given(self) -> dict[str, torch.Tensor]:
+        """What it is called with, by number, as far as it has these rows."""
+        found = enumerate(tensors_in([*self.args, *self.kwargs.values()]))
+        return {str(i): x for i, x in found if x.ndim and len(x) == self.n}
+
+    @property
     def rows(self) -> range | None:
         """Of the batch; None: it has not so many left."""
         last = self.first + self.n
@@ -147,7 +170,7 @@ class ModelCalls:
                 hook.remove()
 
     def enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim)
+        given = (x for x in tensors_in([*args, *kwargs.values()]) if x.ndim)
         n = len(next(given, range(self.n_rows)))
         call = ModelCall(args, kwargs, n, self.n_rows, self.first, self.again)
         self._inside.enter_context(self.around(call))

@@ -31,13 +31,12 @@ from elastic.worker.parallel.context_parallel import (
     check_loss,
     check_possible,
     largest_cp,
-    tensors_in,
 )
 from elastic.worker.parallel.keyed_draws import KeyedDraws
 from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.parallel.stages.carried_values import MODEL_INPUT, carries
 from elastic.worker.process_groups.groups import Groups
-from elastic.worker.program.calls import call_model, inputs_of, keywords_of, loss_of
+from elastic.worker.program.calls import call_model, inputs_of, keywords_of, loss_of, tensors_in
 from elastic.worker.program.model_profile import block_names, build_meta
 from elastic.worker.session.workplace import Workplace
 from elastic.worker.state.train_state import TrainState

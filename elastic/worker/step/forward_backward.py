@@ -19,7 +19,7 @@ from elastic.program import Program
 from elastic.reshard.rank_boxes import LOSS_SCALE
 from elastic.types import Job, Plan
 from elastic.types.grid import axes_text, coordinates, stages_at
-from elastic.worker.parallel.context_parallel import Sequence, length_of
+from elastic.worker.parallel.context_parallel import Sequence
 from elastic.worker.parallel.keyed_draws import StepDraws, draws_of, row_keys
 from elastic.worker.parallel.keyed_numbers import mixed
 from elastic.worker.parallel.model_options import begin_microbatch
@@ -40,6 +40,7 @@ from elastic.worker.program.calls import (
     first_rows,
     inputs_of,
     keywords_of,
+    length_of,
     loss_of,
     rows_in,
 )
@@ -171,11 +172,11 @@ class ForwardBackward:
             loss_sum = self._passes(parts, train, n_microbatches)
         return loss_sum if scale == 1.0 else loss_sum / scale, tokens
 
-    def _in_a_step(self, train: bool) -> AbstractContextManager[None]:
+    def _in_a_step(self, train: bool, told: bool = False) -> AbstractContextManager[None]:
         """What is drawn inside is of samples."""
         if self.draws is None or not train:
             return nullcontext()
-        return self.draws.step(self.plan.layout, self.at)
+        return self.draws.step(self.plan.layout, self.at, told=told)
 
     def _here(self, batches: Iterable[Batch], train: bool) -> list[Batch]:
         """On the device; those of the next training step, if they were read already, are sent there
@@ -337,7 +338,8 @@ class ForwardBackward:
             # how long its sequences are is told by what it calls the model with
             drawing = self._drawing([batch], [0])
             calls = ModelCalls(_n_rows(batch), partial(self._called, drawing))
-            with calls.of(self.state.model), self.state.routed.counting(), self._in_a_step(train):
+            drawn = self._in_a_step(train, told=True)
+            with calls.of(self.state.model), self.state.routed.counting(), drawn:
                 found = self.script.compute(batch, self.state.step, epoch)
             self.norms.check_all(calls)
             if drawing is not None:
