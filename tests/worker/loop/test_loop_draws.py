@@ -4,6 +4,7 @@ cannot be so is told by name."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from elastic.types.grid import Coordinates
 from elastic.worker.equivalence.draw_trial import try_call
 from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
 from elastic.worker.parallel.keyed_draws import KeyedDraws, StepDraws, row_keys
-from elastic.worker.program.calls import ModelCalls
+from elastic.worker.program.calls import ModelCall, ModelCalls
 from elastic.worker.program.loop_program import no_loss
 
 SEQ, D = 6, 4
+AT = Coordinates(0, 0, 0, 0, 0)
 CHAIN = [
     Layout(dp_shard=3, activation_checkpointing="full"),
     Layout(tp=2, activation_checkpointing="selective"),
@@ -125,7 +127,7 @@ class Scripted:
         """Of the weights, after calls with these parts of the batch."""
         step = StepDraws(self.draws, row_keys(1, 1, [self.ids]), [0], 1)
         calls = ModelCalls(len(self.ids), lambda c: step.of_call(c, self.program, self.model))
-        with self.draws.step(Layout(), Coordinates(0, 0, 0, 0, 0)), calls.of(self.model):
+        with self.draws.step(Layout(), AT, told=True), calls.of(self.model):
             torch.stack([self.model(x).sum() for x in parts]).sum().backward()
         step.check_all(calls)
         return [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -188,3 +190,28 @@ def test_a_part_of_the_batch_alone_is_named_once() -> None:
         script.again()
     (line,) = script.said
     assert line.startswith("run.model was called with 4 of the 6 samples of a batch, nobody knows")
+
+
+def test_what_is_drawn_between_the_passes_of_a_program_is_not_told() -> None:
+    """A rehearsal draws for no samples; of a script the same is told."""
+    script = Scripted(IDS, plain)
+    script.gradients(X)
+    for told in (False, True):
+        with script.draws.step(Layout(), AT, told=told):
+            script.model(X)
+        assert len(script.said) == told
+    assert "draws (bernoulli_) where nobody knows whose samples these are" in script.said[0]
+
+
+def test_rows_are_found_inside_of_what_the_model_is_called_with() -> None:
+    found: list[ModelCall] = []
+    calls = ModelCalls(6, lambda call: found.append(call) or nullcontext())  # type: ignore[func-returns-value]
+    model = nn.Module()
+    model.forward = lambda one, *, more: None  # type: ignore[method-assign]
+    with calls.of(model):
+        for n in (4, 2, 6):
+            model(None, more={"x": X[:n], "mask": torch.ones(3)})
+    assert [(call.rows, call.again) for call in found] == [
+        (range(4), 0), (range(4, 6), 0), (range(6), 1),
+    ]  # fmt: skip
+    assert all(list(call.given) == ["0"] for call in found) and not calls.first
