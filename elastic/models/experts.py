@@ -293,9 +293,11 @@ class TokenExchange:
     def _each(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """What its expert makes of each row; rows are in the order of their experts."""
         n_ranks = self.group.size()
-        sent = tokens_each(chosen, self.n)
+        sent, shares = tokens_each(chosen, self.n), [self.n // n_ranks] * n_ranks
         came = sent.clone()  # in a rehearsal nothing comes: as many as were sent, then
-        dist.all_to_all_single(came, sent, group=self.group)
+        # The sizes are given though they are equal: without them torch over NCCL 2.28 and later
+        # takes "in progress", the answer of a communicator that can be aborted, for an error.
+        dist.all_to_all_single(came, sent, shares, shares, group=self.group)
         sends, comes = torch.stack((sent, came)).view(2, n_ranks, -1).sum(-1).tolist()
         route = Route(sends, comes, self.group)
         here: Tensor = _Exchange.apply(rows, route)  # type: ignore[no-untyped-call]

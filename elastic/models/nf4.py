@@ -41,7 +41,13 @@ def whole_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torchao_nf4() -> Any:
-    """Raises SpecError without the library."""
+    """Raises SpecError without the library, and where FSDP2 takes floating-point parameters only
+    (before torch 2.12: pytorch issue 177844)."""
+    if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 12]:
+        raise SpecError(
+            f"frozen_weights: nf4 needs torch 2.12 or newer (this is {torch.__version__}): "
+            "FSDP2 of older ones shards no packed weights"
+        )
     try:
         from torchao.quantization import NF4Tensor
     except ImportError as error:

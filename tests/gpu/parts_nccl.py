@@ -26,6 +26,7 @@ DUMPS: dict[str, str | None] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": None,
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": None,
 }
+LEAST_IS_WORST = ("messages_done", "with_sizes", "with_sizes_again")
 BLOCKING: dict[str, str | None] = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
 
 
@@ -238,6 +239,33 @@ def _first_batch(rank: int, talk: Any, port: int, pid: int, cpu: bool, cold: boo
         talk.send(("freed_s", sent.since(began)))
 
 
+def _to_all(rank: int, talk: Any, port: int, pid: int, cpu: bool) -> None:
+    """An all-to-all with sizes, without them, and with them again."""
+    import torch
+    import torch.distributed as dist
+
+    from elastic.types import Layout
+
+    groups = joined(1, Layout(dp_shard=2), (rank, 2, port), transport(cpu), pid)
+    talk.send(("ready", rank))
+    talk.recv()
+    group, came = groups.mesh.get_group("fsdp"), torch.zeros(4, device=groups.device)
+    given = torch.arange(4.0, device=groups.device)
+
+    def exchanged(sizes: list[int] | None) -> list[float]:
+        dist.all_to_all_single(came.zero_(), given, sizes, sizes, group=group)
+        return came.tolist()  # type: ignore[no-any-return]
+
+    expected = [0.0, 1.0, 0.0, 1.0] if rank == 0 else [2.0, 3.0, 2.0, 3.0]
+    talk.send(("with_sizes", exchanged([2, 2]) == expected))
+    try:
+        talk.send(("without", f"done: {exchanged(None) == expected}"))
+    except RuntimeError as error:
+        talk.send(("without", f"{type(error).__name__}: {error}"))
+    again = Waits(lambda: exchanged([2, 2]) == expected)
+    talk.send(("with_sizes_again", again.over(WAIT_S) and again.value))
+
+
 def _set_up(rank: int, talk: Any, port: int, pid: int, cpu: bool) -> None:
     """Communicators are set up, and one rank does not come."""
     from elastic.types import Layout
@@ -281,7 +309,8 @@ def _one(tell: Tell, cpu: bool, name: str, n: int, what: tuple[Any, ...]) -> Non
         if fault == "kill":
             ranks.kill(n - 1)
             time.sleep(0.1 if cpu else DETECTED_S)  # sleeps: a driver needs so long to find out
-        speak = range(n - 1)  # the last is stopped, gone, or has no message
+        # the last is stopped, gone, or has no message
+        speak = range(n if fault == "both" else n - 1)
         for rank in speak:
             ranks.go(rank)
         found: dict[str, list[Any]] = {}
@@ -297,13 +326,14 @@ def _one(tell: Tell, cpu: bool, name: str, n: int, what: tuple[Any, ...]) -> Non
             words = [value for value in values if isinstance(value, str)]
             tell(
                 f"{name}.{key}",
-                words[0] if words else (min if key == "messages_done" else max)(values),
+                words[0] if words else (min if key in LEAST_IS_WORST else max)(values),
             )
 
 
 def nccl(tell: Tell, cpu: bool, seconds: float) -> None:
     cases = [
         ("hang", 2, (_hang, (), {}, "stop")),
+        ("to_all", 2, (_to_all, (), {}, "both")),
         ("kill", 2, (_kill, (), {}, "kill")),
         ("set_up", 3, (_set_up, (), {}, "")),
         ("cold", 3, (_first_batch, (True,), {}, "")),
@@ -330,7 +360,9 @@ def _lives(rank: int, talk: Any, port: int, pid: int, cpu: bool, ends_s: float) 
     import torch.distributed as dist
 
     from elastic.types import Layout
+    from elastic.worker.process.allocator import settle_allocator, trim
 
+    settle_allocator()  # and trim, as a session does
     talk.send(("ready", rank))
     layout, n = (Layout(dp_shard=2), 2) if cpu else (Layout(dp_replicate=2, dp_shard=2), 4)
     seen: dict[str, list[float]] = {
@@ -346,6 +378,7 @@ def _lives(rank: int, talk: Any, port: int, pid: int, cpu: bool, ends_s: float) 
         began = time.monotonic()
         groups.close()
         seen["close_s"].append(time.monotonic() - began)
+        trim()
         if not cpu:
             free, whole = torch.cuda.mem_get_info()
             seen["gpu_mib"].append((whole - free) / 2**20 / n)

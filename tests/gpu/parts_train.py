@@ -20,8 +20,8 @@ from typing import Any
 
 from one_shot_rows import Tell, guarded, paths
 
-from elastic.certify.gpu.one_gpu import lived, make_room, out_of_memory
-from elastic.certify.gpu.one_rank_steps import Ours, Syncs, bare
+from elastic.certify.gpu.one_gpu import lived, out_of_memory
+from elastic.certify.gpu.one_rank_steps import Ours, Plain, Syncs, in_turn
 from elastic.certify.gpu.solo import MANY, Solo, device_of, plan_for, sized, slope
 
 MISSING = ("ray", "pydantic", "boto3", "tenacity", "torchao")
@@ -98,51 +98,54 @@ def _first_steps(tell: Tell, cpu: bool) -> None:
 
 # --------------------------------------------------------------------------------------------- step
 
+KINDS = (("one", 1, False), ("copy", 1, True), ("eight", 8, False))  # micro-batches; host copies
+
 
 def step(tell: Tell, cpu: bool, seconds: float) -> None:
     import torch
 
-    rows, n, warm = (8, 2, 1) if cpu else (8, 12, 4)
+    rows, blocks = (8, 2) if cpu else (8, 3)
     program, job = sized("tiny" if cpu else "1b", rows)
     device = device_of(cpu)
     if not cpu:
         torch.cuda.set_device(device)
-    times, plain = bare(program, job, device, rows=rows, n=n)
-    bare_s = median(times[warm:])
-    tell("bare_s", bare_s)
-    make_room(cpu)
-    eight_times, _ = bare(program, job, device, rows=rows, n=n - 4 * (not cpu), n_microbatches=8)
-    bare_eight_s = median(eight_times[warm:])
-    tell("bare_eight_s", bare_eight_s)
-    make_room(cpu)
     began = time.perf_counter()
     ours = Ours(program, job, device, rows=rows)
     tell("fill_s", time.perf_counter() - began)
-    for name, n_microbatches, copy in (("one", 1, False), ("copy", 1, True), ("eight", 8, False)):
-        ours.cut(n_microbatches)
-        _, losses = ours.steps(warm, copy)
-        if name == "one":
-            tell("loss_difference", abs(losses[0] - plain[0]))
-        with Syncs(cpu) as seen:
-            times, _ = ours.steps(n - warm, copy)
-        step_s = median(times)
+    ours.cut(1)
+    _, (first,) = ours.steps(1)
+    if not cpu:
+        tell("peak_gb", torch.cuda.max_memory_allocated() / 1e9)
+    plain = Plain(program, job, device, rows=rows)
+    tell("loss_difference", abs(first - plain.steps(1)[1][0]))
+    bare_s = 0.0
+    for name, n_microbatches, copy in KINDS:
+        mine, beside = in_turn(ours, plain, n_microbatches=n_microbatches, copy=copy, blocks=blocks)
+        step_s, plain_s = median(mine), median(beside)
+        bare_s = bare_s or plain_s
+        tell(f"{name}.bare_s", plain_s)
         tell(f"{name}.step_s", step_s)
-        tell(f"{name}.over_bare", step_s / (bare_eight_s if name == "eight" else bare_s))
+        tell(f"{name}.over_bare", step_s / plain_s)
         if cpu:
             tell.skip(f"{name}.syncs", "a CPU is not waited for")
             continue
-        tell(f"{name}.syncs", seen.places.total() / (n - warm))
+        with Syncs(cpu) as seen:
+            ours.steps(blocks, copy)
+        tell(f"{name}.syncs", seen.places.total() / blocks)
         tell(f"{name}.sync_places", dict(seen.places.most_common(8)))
-        tell(f"{name}.busy", _busy(partial(ours.steps, 3, copy)))
         if name == "one":
             flop = program.model().flop_per_token * rows * 2048
             tell("flop_per_s", flop / step_s)
             tell("tokens_per_s", rows * 2048 / step_s)
-            tell("peak_gb", torch.cuda.max_memory_allocated() / 1e9)
+    for name, n_microbatches, copy in KINDS if not cpu else ():
+        # last: CUPTI stays in the process, and each launch takes longer from then on
+        ours.cut(n_microbatches)
+        tell(f"{name}.busy", _busy(partial(ours.steps, 3, copy)))
+    del plain
     ours.close()
     del ours
     gc.collect()
-    _whole_session(tell, cpu, (job, rows), (n, warm, bare_s))
+    _whole_session(tell, cpu, (job, rows), bare_s)
 
 
 def _busy(work: Callable[[], Any]) -> float:
@@ -169,12 +172,10 @@ def _busy(work: Callable[[], Any]) -> float:
     return busy_us / took_us
 
 
-def _whole_session(
-    tell: Tell, cpu: bool, what: tuple[Any, int], given: tuple[int, int, float]
-) -> None:
+def _whole_session(tell: Tell, cpu: bool, what: tuple[Any, int], bare_s: float) -> None:
     """The same steps through a session: loader, commits, marks, comparisons."""
     job, rows = what
-    n, warm, bare_s = given
+    n, warm = (2, 1) if cpu else (12, 4)
     if not cpu:
         import torch
 

@@ -167,6 +167,11 @@ def test_what_cannot_be_packed_is_one_line(plain: Program, monkeypatch: pytest.M
         "job.yaml: frozen_weights: nf4 needs torchao, which is not installed: pip install "
         "'elastic-ray[torchao]'"
     )
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with pytest.raises(
+        SpecError, match=r"needs torch 2.12 or newer \(this is 2.11.0\+cu130\): FSDP2"
+    ):
+        with_job(plain, NF4)
 
 
 @pytest.mark.slow  # torch's compiler is imported

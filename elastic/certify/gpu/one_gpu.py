@@ -7,7 +7,6 @@ mean nothing.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from elastic.certify.gpu.one_rank_steps import Ours, Syncs, bare
+from elastic.certify.gpu.one_rank_steps import Ours, Plain, Syncs, in_turn
 from elastic.certify.gpu.real_faults import RealFaultSession
 from elastic.certify.gpu.solo import Solo, device_of, memory_mib, open_fds, plan_for, sized, slope
 from elastic.certify.harness.layouts_tried import live
@@ -31,27 +30,28 @@ from elastic.worker.state.host_copy import HostCopies, HostMemory, Tensors
 GB = 10**9
 GENERATIONS, DRY_GENERATIONS = 50, 5
 FIRST = 5  # the first of so many generations are warm-up: caches fill
+SYNCED = 4  # steps whose synchronizations are counted
 Figures = dict[str, Any]
 
 
 def step(dry: bool) -> Figures:
     """A Llama of 1.2 B parameters in bfloat16: plain FSDP2 beside elastic's step."""
-    rows, n, warm = (4, 3, 1) if dry else (8, 12, 4)
+    rows, blocks = (4, 2) if dry else (8, 3)
     program, job = sized("tiny" if dry else "1b", rows)
     device = device_of(dry)
-    times, plain = bare(program, job, device, rows=rows, n=n)
-    make_room(dry)
     ours = Ours(program, job, device, rows=rows)
     ours.cut(1)
-    _, losses = ours.steps(warm)
+    plain = Plain(program, job, device, rows=rows)
+    losses = [each.steps(1)[1][0] for each in (ours, plain)]
+    step_s, bare_s = map(median, in_turn(ours, plain, blocks=blocks))
     with Syncs(dry) as seen:
-        mine, _ = ours.steps(n - warm)
+        ours.steps(SYNCED)
+    del plain
     ours.close()
-    bare_s, step_s = median(times[warm:]), median(mine)
     return {
         "step_time_ratio": step_s / bare_s, "step_s": step_s, "bare_s": bare_s,
-        "syncs_per_step": seen.places.total() / (n - warm),
-        "loss_difference": abs(losses[0] - plain[0]),
+        "syncs_per_step": seen.places.total() / SYNCED,
+        "loss_difference": abs(losses[0] - losses[1]),
     }  # fmt: skip
 
 
@@ -100,13 +100,6 @@ def memory(dry: bool) -> Figures:
 
 
 # ------------------------------------------------------------------------- parts, for tests/gpu too
-
-
-def make_room(dry: bool) -> None:
-    gc.collect()
-    if not dry:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def boxed(n_bytes: int, n: int, device: torch.device) -> Tensors:

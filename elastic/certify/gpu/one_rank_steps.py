@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from elastic.certify.gpu.solo import plan_for
@@ -23,12 +22,15 @@ from elastic.types.orders import Rendezvous
 from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.rendezvous import host_store
+from elastic.worker.program.calls import cut_rows
 from elastic.worker.state.host_copy import HostCopies, HostMemory
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import BatchShares
 from elastic.worker.step.commit_vector import CommitFields
 from elastic.worker.step.loss_scale import profile_of
 from elastic.worker.step.optimizer_step import Stepper
+
+A_TURN = 4  # steps of one before those of the other
 
 
 class Syncs:
@@ -117,53 +119,69 @@ class Ours:
         self.groups.close()
 
 
-def bare(
-    program: Any, job: dict[str, Any], device: Any, *, rows: int, n: int, n_microbatches: int = 1
+class Plain:
+    """The same model, batches, micro-batches and precision in a loop of plain FSDP2, in the process
+    and on the world of `Ours`."""
+
+    def __init__(self, program: Any, job: dict[str, Any], device: Any, *, rows: int) -> None:
+        self.program, self.job, self.device, self.rows = program, job, device, rows
+        torch.manual_seed(job["seed"])
+        self.model = program.model()
+        torch.manual_seed(job["seed"])
+        program.init(self.model)
+        self.model.to(device)
+        world = dist.group.WORLD
+        assert world is not None
+        mesh = DeviceMesh.from_group(world, device.type)
+        half, full = torch.bfloat16, torch.float32
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(half, full))
+        fully_shard(self.model, mesh=mesh, mp_policy=MixedPrecisionPolicy(half, full, full))
+        self.optimizer = program.optimizer(list(self.model.named_parameters()))
+        self.dataset, self.step, self.n_microbatches = program.dataset(), 0, 1
+
+    def cut(self, n_microbatches: int) -> None:
+        """Steps have so many micro-batches from now on. Gradients are sharded in each, as in
+        elastic's."""
+        self.n_microbatches = n_microbatches
+
+    def steps(self, n: int) -> tuple[list[float], list[float]]:
+        """Seconds and loss of each."""
+        times, losses, parameters = [], [], list(self.model.parameters())
+        for _ in range(n):
+            ids = sample_ids(len(self.dataset), self.rows, self.job["seed"], step=self.step)
+            batch = collate([self.dataset[i] for i in ids])
+            began = time.perf_counter()
+            there = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+            total = torch.zeros((), device=self.device)
+            for rows in cut_rows(self.rows, self.n_microbatches):
+                part = {key: value[rows.start : rows.stop] for key, value in there.items()}
+                loss = self.program.loss(self.model(part["input"]), part)
+                loss = loss / batch["target"].numel()
+                loss.backward()
+                total += loss.detach()
+            torch.nn.utils.clip_grad_norm_(parameters, self.job["clip_grad_norm"])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(float(total))
+            times.append(time.perf_counter() - began)
+            self.step += 1
+        return times, losses
+
+
+def in_turn(
+    ours: Ours, plain: Plain, *, n_microbatches: int = 1, copy: bool = False, blocks: int = 3
 ) -> tuple[list[float], list[float]]:
-    """The same model, batches, micro-batches and precision in a loop of plain FSDP2. Seconds and
-    loss of each step."""
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-    )
-    torch.manual_seed(job["seed"])
-    model = program.model()
-    torch.manual_seed(job["seed"])
-    program.init(model)
-    model.to(device)
-    mesh = init_device_mesh(device.type, (1,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    fully_shard(
-        model,
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32),
-    )
-    optimizer = program.optimizer(list(model.named_parameters()))
-    dataset, times, losses = program.dataset(), [], []
-    for step in range(n):
-        batch = collate(
-            [dataset[i] for i in sample_ids(len(dataset), rows, job["seed"], step=step)]
-        )
-        began = time.perf_counter()
-        there = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-        optimizer.zero_grad()
-        total = torch.zeros((), device=device)
-        for part in _parts(there, n_microbatches):  # gradients are sharded in each, as in elastic's
-            loss = program.loss(model(part["input"]), part) / batch["target"].numel()
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job["clip_grad_norm"])
-        optimizer.step()
-        losses.append(float(total))
-        times.append(time.perf_counter() - began)
-    del model, optimizer, loss, there, part
-    dist.destroy_process_group()
-    return times, losses
-
-
-def _parts(batch: dict[str, torch.Tensor], n: int) -> list[dict[str, torch.Tensor]]:
-    cut = {key: value.chunk(n) for key, value in batch.items()}
-    return [{key: cut[key][i] for key in cut} for i in range(n)]
+    """Seconds of steps of both, in turn: a few of one, then of the other, so that what the machine
+    does meanwhile falls on both. The first ones are warm-up, like the first of each turn."""
+    ours.cut(n_microbatches)
+    plain.cut(n_microbatches)
+    mine: list[float] = []
+    beside: list[float] = []
+    for block in range(blocks):
+        taken, _ = ours.steps(A_TURN, copy)
+        own, _ = plain.steps(A_TURN)
+        if block:
+            mine += taken[1:]
+            beside += own[1:]
+    return mine, beside

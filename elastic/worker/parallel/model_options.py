@@ -99,14 +99,14 @@ def to_empty(model: nn.Module, device: torch.device, offload: bool) -> None:
                 setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-def begin_microbatch(model: nn.Module, zero_stage: int, last: bool) -> None:
-    """Before the backward pass of one of several microbatches. Replicas add up their gradients in
-    the last one only; with ZeRO stage 1 the shards do too, and parameters stay gathered until
-    then."""
-    if not isinstance(model, FSDPModule):
+def begin_microbatch(model: nn.Module, layout: Layout, number: int, *, of: int) -> None:
+    """Before the forward pass of microbatch `number` of so many, from 1. Replicas add up their
+    gradients in the last one only; with ZeRO stage 1 the shards do too, and parameters stay
+    gathered until then. FSDP2 walks through all modules to be told so: only where it changes."""
+    if of == 1 or number not in (1, of) or not isinstance(model, FSDPModule):
         return
-    if zero_stage == 1:
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last)
-    else:
-        model.set_requires_all_reduce(last)
+    if layout.zero_stage == 1:
+        model.set_requires_gradient_sync(number == of)
+        model.set_reshard_after_backward(number == of)
+    elif layout.dp_replicate > 1:
+        model.set_requires_all_reduce(number == of)

@@ -56,16 +56,11 @@ def parallelize(
         for module in (*experts, *blocks, model):
             module.register_forward_hook(_whole_output)  # before that of FSDP
         for module in experts:
-            fully_shard(module, mesh=groups.experts, **options.of_experts())
+            assert groups.experts is not None
+            _shard(module, groups.experts, options.of_experts())
         for block in blocks:
-            fully_shard(block, mesh=dp_mesh, **options.of_block())
-        fully_shard(model, mesh=dp_mesh, **options.of_root())
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # plain sums: the loss is divided by the step's global token count after the commit
-                # all-reduce
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
+            _shard(block, dp_mesh, options.of_block())
+        _shard(model, dp_mesh, options.of_root())
     return model
 
 
@@ -82,6 +77,16 @@ def _whole_output(_: nn.Module, args: object, output: Any) -> Any:
     if made_by.name() != "AddmmBackward0":
         return output
     return torch.ops.aten._unsafe_view(output, output.shape)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, how: dict[str, Any]) -> None:
+    """With plain sums over ranks: the loss is divided by the step's global token count after the
+    commit all-reduce."""
+    fully_shard(module, mesh=mesh, **how)
+    assert isinstance(module, FSDPModule)
+    module.set_force_sum_reduction_for_comms(True)
+    if mesh.size() > 1:  # where a rank is alone, FSDP2 would copy its gradients to divide them by 1
+        module.set_gradient_divide_factor(1.0)
 
 
 def _apply_tp(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:

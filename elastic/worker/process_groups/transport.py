@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -219,16 +219,7 @@ class Nccl(Transport):
         shut_new(before)
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> int:
-        threads = [
-            threading.Thread(target=self._abort, args=(group,), name="abort", daemon=True)
-            for group in groups
-        ]
-        for thread in threads:
-            thread.start()
-        ends_s = time.monotonic() + ABORT_MOST_S
-        for thread in threads:
-            thread.join(max(0.0, ends_s - time.monotonic()))
-        return sum(thread.is_alive() for thread in threads)
+        return _at_once("abort", self._abort, groups, most_s=ABORT_MOST_S)
 
     def _abort(self, group: dist.ProcessGroup) -> None:
         try:
@@ -243,14 +234,14 @@ class Nccl(Transport):
         return (*(super().counters(group) if in_host_memory else ()), self.communicator(group))
 
     def take_down(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Its shutdown may raise, or wait for a peer that is gone: after TAKE_DOWN_MOST_S a thread
-        is left to it."""
-        thread = threading.Thread(target=_shut_down, args=(groups,), name="take-down", daemon=True)
-        thread.start()
-        thread.join(TAKE_DOWN_MOST_S)
-        if thread.is_alive():
+        """All at once: each waits for threads and connections of its own. A shutdown may raise, or
+        wait for a peer that is gone: after TAKE_DOWN_MOST_S its thread is left to it."""
+        if left := _at_once(
+            "take-down", lambda group: _shut_down([group]), groups, most_s=TAKE_DOWN_MOST_S
+        ):
             log.warning(
-                "the process groups are still being taken down after %.0f s, and are forgotten",
+                "%d process groups are still being taken down after %.0f s, and are forgotten",
+                left,
                 TAKE_DOWN_MOST_S,
             )
 
@@ -301,6 +292,25 @@ def gloo_of(
     )
     made: dist.ProcessGroupGloo = gloo(host.store, rank, size, options)
     return made
+
+
+def _at_once(
+    name: str,
+    work: Callable[[dist.ProcessGroup], None],
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    most_s: float,
+) -> int:
+    """Does it to each group in a thread of its own. Returns how many were not done by then."""
+    threads = [
+        threading.Thread(target=work, args=(group,), name=name, daemon=True) for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    ends_s = time.monotonic() + most_s
+    for thread in threads:
+        thread.join(max(0.0, ends_s - time.monotonic()))
+    return sum(thread.is_alive() for thread in threads)
 
 
 def _shut_down(groups: Sequence[dist.ProcessGroup]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -45,9 +46,9 @@ from elastic.worker.program.guards import MEMORY, Trip
 from elastic.worker.session.boundary_copies import BoundaryCopies, reserve_buffers
 from elastic.worker.session.layout_probe import Probe
 from elastic.worker.session.profiled_rank import profile_of
-from elastic.worker.session.takeover import Taken, Takeover, check_digest
+from elastic.worker.session.takeover import Taken, Takeover, digest_of_given, tell_digests
 from elastic.worker.session.workplace import EnterOrder, Workplace
-from elastic.worker.state.host_copy import BufferLease, HostCopy
+from elastic.worker.state.host_copy import HostCopy
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.commit_vector import CommitFields, CommitReport
 from elastic.worker.step.evaluation import validate
@@ -220,19 +221,12 @@ class Generation:
             self.copies.begin()
             after = self.copies.take() if plan.resume.source != "fresh" else None
         if plan.resume.source != "fresh":
-            check = place.check(self._check, taken, after, leases)
+            gave = taken.given is not None
+            old = place.check(digest_of_given, place, [taken], leases)
+            tell = partial(tell_digests, place, self.order, old, gave=gave, after=after)
+            told = place.background(tell)
             if state is None:
-                check.result()  # this worker may be gone soon
-
-    def _check(self, taken: Taken, after: HostCopy | None, leases: list[BufferLease]) -> None:
-        """The digest check, behind the steps; it holds on to the buffers that it reads."""
-        try:
-            check_digest(
-                self.place, self.order, taken, after=after.wait() if after is not None else None
-            )
-        finally:
-            for reader in (*leases, *((after,) if after is not None else ())):
-                reader.release()
+                told.result()  # this worker may be gone soon
 
     # ------------------------------------------------------------------------------------------ run
 

@@ -4,6 +4,7 @@ and proves the content."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,7 +22,7 @@ from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.guards import MEMORY
 from elastic.worker.session.workplace import EnterOrder, Workplace
 from elastic.worker.state.content_digest import digest, digest_of
-from elastic.worker.state.host_copy import Flat, Tensors
+from elastic.worker.state.host_copy import BufferLease, Flat, HostCopy
 from elastic.worker.state.train_state import Held, TrainState, region
 from elastic.worker.state.transfer import carry_out
 
@@ -62,8 +63,8 @@ class Takeover:
         go to a buffer in host memory. Before the new state is built."""
         place, move = self.place, self.order.plan.move
         self._before_bytes = device_bytes(place.held)
+        place.wait_for_checks()  # one may still hold boxes of the state before the old one
         if move is not None and move.via == "host":
-            place.wait_for_checks()  # one may still read old boxes
             place.held = [
                 one if one.kind != "live" or one.on_host else _to_host(one, place)
                 for one in place.held
@@ -227,26 +228,51 @@ def _to_host(held: Held, place: Workplace) -> Held:
 # -------------------------------------------------------------------------------------------- proof
 
 
-def check_digest(
-    place: Workplace, order: EnterOrder, taken: Taken, *, after: Tensors | None
+def digest_of_given(place: Workplace, taken: list[Taken], leases: list[BufferLease]) -> int | None:
+    """Of what this worker gave, or what was stored; None: neither. The old boxes are let go of as
+    soon as they were read. `taken`: the only one, so that whoever called holds it no longer."""
+    try:
+        one = taken.pop()
+        if one.given is None:
+            return one.stored_digest
+        with place.side.behind(one.behind):
+            return digest_of(one.given, _shapes(place))
+    finally:
+        for lease in leases:
+            lease.release()
+
+
+def tell_digests(
+    place: Workplace,
+    order: EnterOrder,
+    old: Future[int | None],
+    *,
+    gave: bool,
+    after: HostCopy | None,
 ) -> None:
     """Reports this worker's part of layer (c) of promise 5: the digest of what it gave, and of what
-    it has now. Runs behind the steps. The transfers cover each new box once, so that the sums over
-    all workers agree, replicas included; what was read from storage is compared with the digest
-    that was stored, in which each element counts once."""
+    it has now. The transfers cover each new box once, so that the sums over all workers agree,
+    replicas included; what was read from storage is compared with the digest that was stored, in
+    which each element counts once.
+
+    Runs behind the steps, for seconds where the state is large: of its generation it knows nothing
+    but the buffer that it reads, so that device memory of one that has ended is free."""
     profile, plan = place.profile, order.plan
-    shapes: dict[str, tuple[int, ...]] = {spec.fqn: spec.shape for spec in state_specs(profile)}
-    old = taken.stored_digest
-    if taken.given is not None:
-        with place.side.behind(taken.behind):
-            old = digest_of(taken.given, shapes)
     new, n_bytes = None, 0
-    if after is not None:
-        mine = [b for b, _ in after.values()]
-        if taken.given is None:
-            mine = list(owned_boxes(profile, plan.layout, plan.layers, order.me))
-        new = digest(after, shapes, [b.fqn for b in mine])
-        n_bytes = sum(b.n_bytes for b in mine)
-    place.report(
-        DigestPart(plan.generation, order.me, len(order.rendezvous.participants), old, new, n_bytes)
-    )
+    try:
+        if after is not None:
+            tensors = after.wait()
+            mine = [b for b, _ in tensors.values()]
+            if not gave:
+                mine = list(owned_boxes(profile, plan.layout, plan.layers, order.me))
+            new = digest(tensors, _shapes(place), [b.fqn for b in mine])
+            n_bytes = sum(b.n_bytes for b in mine)
+        n = len(order.rendezvous.participants)
+        place.report(DigestPart(plan.generation, order.me, n, old.result(), new, n_bytes))
+    finally:
+        if after is not None:
+            after.release()
+
+
+def _shapes(place: Workplace) -> dict[str, tuple[int, ...]]:
+    return {spec.fqn: spec.shape for spec in state_specs(place.profile)}

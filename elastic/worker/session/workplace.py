@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from elastic.worker.state.host_copy import HostMemory
 from elastic.worker.state.train_state import Held
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from elastic.worker.loop.script_host import Script
@@ -88,8 +89,10 @@ class Workplace:
     saving: Saving = field(init=False)
     host_memory: HostMemory = field(init=False)
     side: SideStream = field(init=False)  # of what is done beside the steps
-    # digest checks that may still read old boxes
+    # what reads old boxes, which stay in memory until it has: a thread of its own, as others behind
+    # the steps take as long as they take
     checks: list[Future[Any]] = field(default_factory=list)
+    _reader: ThreadPoolExecutor = field(init=False)
     # per block, of one sample; for rehearsals
     block_inputs: list[torch.Tensor | None] = field(default_factory=list)
     sample: SampleProfile | None = None  # on the first worker of a node
@@ -113,6 +116,7 @@ class Workplace:
         self.extra = ExtraState(self.program.extra_state)
         self.host_memory = HostMemory(self.device.type == "cuda", self._unpinned)
         self.side = SideStream(self.device)
+        self._reader = ThreadPoolExecutor(1, "old-boxes")
         submit = self.background
         self.background = lambda work, *arguments: submit(run_on(self.device, work), *arguments)
 
@@ -161,10 +165,10 @@ class Workplace:
                     torch.cuda.empty_cache()
             self.background(trim)
 
-    def check(self, work: Callable[..., None], *arguments: Any) -> Future[Any]:
-        """Runs a check of boxes behind the steps; `wait_for_checks` waits for it."""
+    def check(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Reads old boxes behind the steps; `wait_for_checks` waits for it."""
         self.checks = [one for one in self.checks if not one.done()]
-        self.checks.append(self.background(work, *arguments))
+        self.checks.append(self._reader.submit(run_on(self.device, work), *arguments))
         return self.checks[-1]
 
     def wait_for_checks(self) -> None:

@@ -82,11 +82,12 @@ class BlockTiming:
     def _begin(self, module: nn.Module, args: Any) -> Any:
         args = self.marks.entering(args)
         self.faults.stand()
-        if not self.faults.slow.on and not (self.timing and torch.is_grad_enabled()):
+        slow, training = self.faults.slow.on, torch.is_grad_enabled()
+        if not slow and not (self.timing and training):
             return args  # no training (of validation, or of a check), or a step that is not timed
         self._wall, self._began = time.perf_counter(), self._mark()
         self._back = None
-        if not (self.faults.slow.on and torch.is_grad_enabled()):
+        if not (slow and training):
             return args
         self._back = _Back(self.faults, _rows(args))
         return self._back.behind(args)

@@ -237,8 +237,8 @@ class ForwardBackward:
         ]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, (which, batch, loss, rows) in enumerate(pieces, 1):
-            if train and len(pieces) > 1:
-                begin_microbatch(self.state.model, self.plan.layout.zero_stage, i == len(pieces))
+            if train:
+                begin_microbatch(self.state.model, self.plan.layout, i, of=len(pieces))
             with self._forward(drawing, rows, which=which) if train else nullcontext():
                 output = call_model(self.program, self.state.model, rows_in(batch, rows))
             value = loss(output, rows)

@@ -12,6 +12,8 @@ generation on it, all on the CPU.
   `abort` ends first where they hang; it may raise or take long.
 - Calls are counted when they are enqueued, and run in that order, `late_s` after it: inputs are
   read then.
+- An all-to-all without sizes fails, as torch's does over NCCL 2.28 and later where communicators can
+  be aborted while they are set up: it takes "in progress" for an error.
 - Tensors of host memory are refused beside those of the device, and so are types that NCCL does not
   have.
 
@@ -277,6 +279,8 @@ class NcclLike(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> dist.Work:
+        if not out_sizes and not in_sizes:
+            raise RuntimeError("NCCL Error 7: NCCL operation in progress")
         return self._run(
             lambda to: to.alltoall_base(output, given, out_sizes, in_sizes), given, output, True
         )

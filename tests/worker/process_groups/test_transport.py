@@ -296,6 +296,21 @@ def test_a_shutdown_that_fails_leaves_a_process_that_can_be_used(how: str) -> No
     assert on_ranks(two_generations, 2, how) == [[1.0, 1.0]] * 2
 
 
+def slow_to_end(rank: int, n: int, store: tuple[str, int]) -> tuple[int, float]:
+    """How many groups there were, and the seconds of taking them down."""
+    NcclLike.shutdown_takes_s = 1.0
+    of = joined(rank, n, store, Layout(dp_shard=n))
+    n_groups, began = len(of._made), time.monotonic()
+    of.close()
+    return n_groups, time.monotonic() - began
+
+
+@pytest.mark.e2e
+def test_groups_are_taken_down_at_once() -> None:
+    for n_groups, took_s in on_ranks(slow_to_end, 2):
+        assert n_groups >= 3 and took_s < n_groups - 0.5
+
+
 def test_gloo_that_cannot_be_taken_down_is_forgotten() -> None:
     class Fails:
         def shutdown(self) -> None:

@@ -16,10 +16,10 @@ import pytest
 import torch
 from support.worker.chain import job_of
 from support.worker.faults import Fault, arm
-from support.worker.plans import plan
+from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
-from elastic.types import Abort, Layout, StepDone, WorkerFailed
+from elastic.types import Abort, Layout, Resume, StepDone, WorkerFailed
 from elastic.worker.session import generation
 from elastic.worker.session.session import Session
 
@@ -156,6 +156,62 @@ def test_nothing_of_a_backward_pass_that_was_broken_off_is_left(pool: Pool, tmp_
         found = json.loads(note.read_text())
         assert "backward" in found["names"] and found["gradients"] > 0, found
         assert found["alive"] == 0
+    finally:
+        note.unlink(missing_ok=True)
+        pool.revive()
+
+
+def hold_digests() -> None:
+    """In the worker: nobody gets to the digests of new states; notes, whenever a state is built,
+    how many bytes of tensors are there besides host buffers."""
+    made = generation.TrainState
+    note, seen = FOLDER / f"bytes-{os.getpid()}", []  # type: ignore[var-annotated]
+
+    def never(place: Any, order: Any, old: Any, *, gave: bool, after: Any) -> None:
+        old.result()
+        held.append((place, order, after))
+
+    def make(*given: Any, **named: Any) -> Any:
+        gc.collect()
+        storages: dict[int, int] = {}
+        buffers = set()
+        for one in gc.get_objects():
+            if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu":
+                storage = one.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+                if one.dtype == torch.uint8:
+                    buffers.add(storage.data_ptr())
+        seen.append(sum(n for at, n in storages.items() if at not in buffers))
+        note.with_suffix(".new").write_text(json.dumps(seen))
+        note.with_suffix(".new").rename(note)
+        return made(*given, **named)
+
+    held: list[Any] = []
+    generation.tell_digests = never
+    generation.TrainState = make  # type: ignore[assignment,misc]
+
+
+@pytest.mark.slow
+def test_a_state_before_the_old_one_is_gone_though_the_digest_of_a_new_one_takes_long(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Digests of what was received are taken from host copies, for a second per GB; what was given
+    away lies on the device, and goes as soon as it was read there."""
+    job = job_of("tiny.py", steps=40)
+    workers = pool.open(job, tmp_path, n=2)
+    note = FOLDER / f"bytes-{pool.pids[0]}"
+    try:
+        pool.patch(workers[0], hold_digests)
+        resume = Resume()
+        for number in range(1, 7):
+            layout = Layout(dp_shard=2) if number % 2 else Layout(dp_replicate=2)
+            entered = plan(number, layout, workers, job["global_batch"], resume=resume)
+            resume = live(entered)
+            pool.enter(entered)
+            pool.wait(lambda: len(pool.events(StepDone, number)) > 1, "two steps")  # noqa: B023
+        sizes = json.loads(note.read_text())
+        assert len(sizes) == 6
+        assert sizes[5] < 1.1 * sizes[3], sizes
     finally:
         note.unlink(missing_ok=True)
         pool.revive()

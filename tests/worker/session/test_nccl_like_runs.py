@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 from support.worker.chain import check, job_of, pass_through
+from support.worker.layout_case import Case
+from support.worker.layout_case import check as check_case
+from support.worker.layout_case import run as run_case
 from support.worker.nccl_like_pool import NcclLikePool
 from support.worker.peer_recovery import begin, goes_on
 from support.worker.peer_recovery import recover as recover_from
@@ -49,6 +52,13 @@ def test_a_chain_of_layouts_follows_one_process(pool: NcclLikePool, tmp_path: Pa
     ]  # fmt: skip
     job = job_of("tiny.py", steps=2 * len(layouts) + 2)
     check(job, tmp_path, pass_through(pool, job, tmp_path, layouts, 2), 1e-4)
+    assert not pool.events(WorkerFailed)
+
+
+def test_tokens_go_to_their_experts(pool: NcclLikePool, tmp_path: Path) -> None:
+    """The one layout whose collectives are of parts that differ in size."""
+    case = Case("tiny_experts.py", "dp_shard=4,ep=2", 13)
+    check_case(case, run_case(pool, case, tmp_path), 1e-5)
     assert not pool.events(WorkerFailed)
 
 
