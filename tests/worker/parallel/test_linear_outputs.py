@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.worker.chain import check, job_of, pass_through
+from support.reference import train_alone
+from support.worker.chain import job_of, pass_through
 from support.worker.worker_pool import Pool
 from torch import nn
 
+from elastic.program import load_program
 from elastic.types import Layout
 from elastic.worker.parallel.parallelize import _whole_output
 
@@ -20,9 +22,10 @@ def test_what_is_added_in_place_behind_a_block_is_right_when_it_is_sharded(
 ) -> None:
     """Under plain FSDP its backward pass fails."""
     job = job_of("tiny_adding.py", steps=6)
-    full = Layout(dp_shard=3, activation_checkpointing="full")
-    steps = pass_through(pool, job, tmp_path, [Layout(dp_shard=2), full], every=2)
-    check(job, tmp_path, steps, 1e-5)
+    alone = train_alone(load_program(job["program"]), job, 6)
+    for layout in (Layout(dp_shard=2), Layout(dp_shard=3, activation_checkpointing="full")):
+        steps = pass_through(pool, job, tmp_path / str(layout.dp_shard), [layout], every=1)
+        assert [e.train_loss for e in steps] == pytest.approx(alone, rel=1e-5)
 
 
 def test_only_a_view_that_nobody_else_needs_becomes_a_tensor_of_its_own() -> None:
