@@ -31,6 +31,16 @@ def raised_at(error: BaseException) -> traceback.FrameSummary | None:
     return frames[-1] if frames else None
 
 
+def user_line() -> str:
+    """Where the user's own files are now: the innermost of them, and its line; '' = nowhere."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback without what is not the user's; the whole one where none of it is."""
     told = traceback.TracebackException.from_exception(error)

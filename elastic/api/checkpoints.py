@@ -129,7 +129,13 @@ def import_into(
         return fresh_buffers(program, spec.seed) | fresh_scale(job)
 
     wanted = checkpoints.ImportRequest(
-        profile_of(program, job), spec.seed, order.at_step, order.ignore_extra, buffers, spec.steps
+        profile_of(program, job),
+        spec.seed,
+        order.at_step,
+        order.ignore_extra,
+        buffers,
+        spec.steps,
+        program.packed,
     )
     return checkpoints.import_state(order.source, run, wanted)
 

@@ -63,8 +63,14 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     return found
 
 
-@lru_cache(maxsize=8)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same as a constant of compiled code, which else breaks off in torchao."""
+    return _made_pairs(dtype, device)
+
+
+@lru_cache(maxsize=8)
+def _made_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """[256, 2]: the two values of each byte."""
     table, code = _table(dtype, device), torch.arange(16, device=device)
     high, low = code.repeat_interleave(16), code.repeat(16)
@@ -96,7 +102,8 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     rows, n_bytes = packed.shape
     blocks = packed.reshape(-1, PACKED)
     scale = blocks[:, CODES:].contiguous().view(torch.float16).to(dtype)
-    values = _pairs(dtype, packed.device)[blocks[:, :CODES].int()].view(-1, BLOCK)
+    pairs: Tensor = _pairs(dtype, packed.device)
+    values = pairs[blocks[:, :CODES].int()].view(-1, BLOCK)
     return values.mul_(scale).view(rows, n_bytes // PACKED * BLOCK)
 
 

@@ -172,3 +172,16 @@ def test_what_cannot_be_packed_is_one_line(plain: Program, monkeypatch: pytest.M
         SpecError, match=r"needs torch 2.12 or newer \(this is 2.11.0\+cu130\): FSDP2"
     ):
         with_job(plain, NF4)
+
+
+@pytest.mark.slow  # torch's compiler is imported
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # within torch's compiler
+def test_a_compiled_layer_is_one_graph() -> None:
+    """Forward and backward: it does not break off in torchao, of which it has a constant."""
+    torch.manual_seed(1)
+    layer = Nf4Linear(torch.nn.Linear(128, 64))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 128, requires_grad=True)
+    assert torch.equal(compiled(x), layer(x))
+    (mine,), (want,) = (torch.autograd.grad(f(x).sum(), [x]) for f in (compiled, layer))
+    assert torch.equal(mine, want)

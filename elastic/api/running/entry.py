@@ -158,10 +158,11 @@ def _loop_job(
     stream: TextIO | None = None,
 ) -> tuple[JobSpec, Program]:
     """Runs the script up to its loop, in this process; what it prints goes to `stream`."""
+    from elastic.worker.equivalence.draw_trial import with_notes
     from elastic.worker.loop.script_host import capture
 
     with redirect_stdout(stream or sys.stdout):
-        program = capture(file, args, _seed(data))
+        program = with_notes(capture(file, args, _seed(data)))
     return _spec_of(program, file, args, data=data, where=where), program
 
 
@@ -171,12 +172,14 @@ def run_train_function(
     """A train function as it was pickled, which stands in `file`, to its end. It runs up to its
     loop in this process. Raises SpecError."""
     from elastic.cluster.workers import train_function
+    from elastic.worker.equivalence.draw_trial import with_notes
     from elastic.worker.loop.script_host import capture
 
     args = sys.argv[1:]
     done = start_line("the train function ran up to its loop, which was tried", _shown(options))
     with done, train_function.as_they_are():
         program = capture(file, args, _seed(keys), function=lambda: train_function.loaded(data))
+    program = with_notes(program)
     spec = _spec_of(program, file, args, data=keys, where=where)
     return run_job(spec, options, program, train_function=data)
 

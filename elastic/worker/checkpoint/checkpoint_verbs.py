@@ -17,7 +17,7 @@ from torch import Tensor
 from elastic.data.streams import STATE
 from elastic.errors import SpecError
 from elastic.models.lora import peft_config
-from elastic.models.nf4 import unpack, whole_shape
+from elastic.models.nf4 import pack, unpack, whole_shape
 from elastic.models.weight_types import TypedWeights, in_type, with_config
 from elastic.program import Program
 from elastic.reshard.rank_boxes import EXTRA, LOSS_SCALE, RNG, first_values, state_specs
@@ -38,6 +38,7 @@ from elastic.worker.program.safetensor_files import (
     Shapes,
     write_files,
 )
+from elastic.worker.program.weights import check_stored, quantised
 
 PART_BYTES = 64 << 20  # so much of a tensor is in memory at a time
 MODEL = "model."
@@ -253,7 +254,7 @@ class ImportRequest:
     run continues; None = as many steps as the optimizer there counts, 0 where it counts none.
 
     `buffers`: gives the values of buffers, by fqn; asked only where one is missing there. `steps`:
-    of the job, None = any.
+    of the job, None = any. `packed`: see Program.
     """
 
     profile: ModelProfile
@@ -262,6 +263,7 @@ class ImportRequest:
     ignore_extra: bool = False
     buffers: Callable[[], dict[str, Tensor]] = dict
     steps: int | None = None
+    packed: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -343,12 +345,10 @@ def match(tensors: Tensors, wanted: ImportRequest) -> TensorMatch:
     names = {MODEL + fqn: prefix + fqn for fqn in weights if prefix + fqn in tensors.tensors}
     found = TensorMatch(names | _all_moments(set(tensors.tensors), wanted.profile, specs), [], [])
     for fqn, name in found.names.items():
-        shape, dtype = tensors.tensors[name]
-        if shape != specs[fqn].shape:
-            raise SpecError(
-                f"{tensors.uri}: {name} is {list(shape)}, the program's {fqn} is "
-                f"{list(specs[fqn].shape)}"
-            )
+        (shape, dtype), own, numbers = tensors.tensors[name], specs[fqn].shape, specs[fqn].dtype
+        if _packs(wanted, fqn, dtype):
+            own, numbers = whole_shape(own), "float32"
+        check_stored(f"{tensors.uri}: {name}", fqn, (shape, own), dtypes=(dtype, numbers))
         if dtype != specs[fqn].dtype:
             found.converted.append(f"{name}: {dtype} -> {specs[fqn].dtype}")
     tied = {prefix + spec.fqn for spec in wanted.profile.specs if spec.tied_to is not None}
@@ -363,6 +363,11 @@ def match(tensors: Tensors, wanted: ImportRequest) -> TensorMatch:
     if odd and not wanted.ignore_extra:
         raise SpecError(_what_is_odd(tensors.uri, odd))
     return found
+
+
+def _packs(wanted: ImportRequest, fqn: str, dtype: str) -> bool:
+    """Is it packed on the way? A checkpoint of such a job has its bytes."""
+    return fqn.removeprefix(MODEL) in wanted.packed and "float" in dtype
 
 
 def _what_is_odd(uri: str, odd: list[str]) -> str:
@@ -394,9 +399,10 @@ def _prefix(names: list[str], weights: list[str], uri: str) -> str:
             return prefix
     prefix = fitting[0] if fitting else ""
     missing = [fqn for fqn in weights if prefix + fqn not in have]
+    instead = quantised(prefix + missing[0], names)
     raise SpecError(
         f"{uri}: it has no tensor {prefix}{missing[0]} (and {len(missing) - 1} more of "
-        f"{len(weights)} are missing)"
+        f"{len(weights)} are missing)" + (f"; {instead}" if instead else "")
     )
 
 
@@ -460,8 +466,11 @@ def _items(
             if not box.n_elements:
                 continue
             if name is not None:
-                there = Box(name, box.offsets, box.sizes, tensors.tensors[name][1])
-                yield box, tensors.read(there).to(dtype)
+                stored = tensors.tensors[name][1]
+                packs = _packs(wanted, spec.fqn, stored)
+                sizes = whole_shape(box.sizes) if packs else box.sizes
+                values = tensors.read(Box(name, box.offsets, sizes, stored))
+                yield box, pack(values) if packs else values.to(dtype)
             elif spec.buffer:
                 made = made or wanted.buffers()
                 where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))

@@ -29,9 +29,8 @@ from elastic.worker.equivalence.forward_trace import (
     told,
 )
 from elastic.worker.equivalence.small_copy import whole_model
-from elastic.worker.parallel.context_parallel import tensors_in
 from elastic.worker.parallel.pipeline import cut_stage
-from elastic.worker.program.calls import inputs_of, keywords_of
+from elastic.worker.program.calls import inputs_of, keywords_of, tensors_in
 from elastic.worker.program.model_profile import block_names, build_meta
 
 STAGES = 3  # tried: a first one, one in the middle, a last one

@@ -4,13 +4,15 @@ are in, what shrinks with them where their positions are."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,19 +30,24 @@ from elastic.worker.equivalence.forward_trace import (
 )
 from elastic.worker.equivalence.no_randomness import DROPOUT_AT
 from elastic.worker.equivalence.small_copy import whole_model
-from elastic.worker.parallel.context_parallel import tensors_in
+from elastic.worker.loop.loop_model import mapped
 from elastic.worker.parallel.draw_requests import request_of
 from elastic.worker.parallel.keyed_draws import (
     FUNCTIONS,
+    TELLS,
     DrawOperations,
     DrawPlace,
     Draws,
     DrawTrial,
+    other_rows,
 )
 from elastic.worker.parallel.part_of_draw import Draw, of_one
-from elastic.worker.program.calls import call_model, inputs_of, loss_of
+from elastic.worker.program.calls import ModelCall, call_model, inputs_of, length_of, loss_of
+from elastic.worker.program.loop_program import LoopProgram
 
 log = logging.getLogger(__name__)
+
+ModelPass = Callable[[Program, nn.Module, Batch], Any]
 
 # of a model that is tried with values where it cannot be without
 REAL_MOST_PARAMETERS = 100_000_000
@@ -139,34 +146,64 @@ def _checkpointed() -> bool:
     return False
 
 
-def try_draws(program: Program, batch: Batch) -> DrawTrial:
-    """`batch`: on the CPU; of its samples the first is taken. Never raises for what the program
-    does."""
+def try_draws(program: Program, batch: Batch, call: ModelPass = call_model) -> DrawTrial:
+    """`batch`: of its samples the first is taken; `call` calls the model with one like it. Never
+    raises for what the program does."""
     for device in ("meta", "cpu"):
         try:
             model = whole_model(program, device)
             n_parameters = sum(p.numel() for p in model.parameters())
             if device == "cpu" and n_parameters > REAL_MOST_PARAMETERS:
                 break
-            return _tried(program, model, batch, device=device)
+            return _tried(program, model, batch, call=call, device=device)
         except Exception as error:  # noqa: BLE001 - the user's model
             log.info("what it draws was not seen: %s", " ".join(str(error).split())[:200])
     return _by_names(program)
 
 
-def _tried(program: Program, model: nn.Module, batch: Batch, *, device: str) -> DrawTrial:
+def try_call(program: Program, call: ModelCall) -> DrawTrial:
+    """The same of a script's program, by a call of its model."""
+    batch = {key: x.detach()[:1] for key, x in call.given.items()}
+
+    def again(_: Program, model: nn.Module, batch: Batch) -> Any:
+        device, numbers = next(iter(batch.values())).device, itertools.count()
+        args, kwargs = mapped(
+            (call.args, dict(call.kwargs)),
+            lambda x: batch.get(str(next(numbers)), x.detach().to(device)),
+        )
+        return model(*args, **kwargs)
+
+    return try_draws(replace(program, inputs=lambda batch: list(batch.values())), batch, again)
+
+
+def with_notes(program: LoopProgram) -> LoopProgram:
+    """With what a person is to know of what a script draws, as far as the trial of its loop
+    tells."""
+    if program.called is None:
+        return program
+    trial = try_call(program, program.called)
+    stray = trial.modules and program.called.rows is None
+    name = trial.modules[0] or "forward" if stray else ""
+    told = (f"{name} draws {other_rows(program.called)}: {TELLS}",) if stray else ()
+    return replace(program, notes=(*program.notes, *(told or trial.problems)))
+
+
+def _tried(
+    program: Program, model: nn.Module, batch: Batch, *, call: ModelPass, device: str
+) -> DrawTrial:
     notes = _Notes()
     notes.wrap(model, program, [name for name, _ in model.named_modules()])
     program = replace(program, **notes.wrapped(program, FUNCTIONS))
-    two, drawn = _pass(program, notes, model, batch=batch, rows=2, device=device)
+    one_pass = partial(_pass, program, notes, model, call=call, device=device)
+    two, drawn = one_pass(batch=batch, rows=2)
     if not two:
         return DrawTrial(problems=_python(drawn))
-    three, _ = _pass(program, notes, model, batch=batch, rows=3, device=device)
-    length = next((x.shape[1] for x in tensors_in(inputs_of(program, batch)) if x.ndim > 1), 0)
+    three, _ = one_pass(batch=batch, rows=3)
+    length = length_of(inputs_of(program, batch))
     short: dict[DrawPlace, _Note] = {}
     try:
         half = _first_half(batch, length)
-        short, _ = _pass(program, notes, model, batch=half, rows=2, device=device)
+        short, _ = one_pass(batch=half, rows=2)
     except Exception as error:  # noqa: BLE001 - the user's model, which may take one length only
         log.info("what shorter samples draw was not seen: %s", " ".join(str(error).split())[:200])
     draws, problems = {}, []
@@ -192,7 +229,6 @@ CHECKPOINT = str(torch.utils.checkpoint.__file__)
 CHECKPOINTED = (
     "inside of a function that it checkpoints; checkpoint modules, or draw with one (nn.Dropout)"
 )
-TELLS = "each layout draws others, so losses differ a little between layouts"
 SHAPE = "a shape that says nothing of the samples; take one with the samples in one dimension"
 EXPERTS = "where tokens stand in the order of their experts; draw before or behind the experts"
 LOOP = "as often as there are samples; draw for all samples at once"
@@ -203,7 +239,14 @@ def _python(drawn: str) -> tuple[str, ...]:
 
 
 def _pass(
-    program: Program, notes: _Notes, model: nn.Module, *, batch: Batch, rows: int, device: str
+    program: Program,
+    notes: _Notes,
+    model: nn.Module,
+    *,
+    call: ModelPass,
+    batch: Batch,
+    rows: int,
+    device: str,
 ) -> tuple[dict[DrawPlace, _Note], str]:
     """What is drawn, and from which random numbers that are not torch's."""
     given = {key: torch.cat([x[:1]] * rows).to(device) for key, x in batch.items()}
@@ -211,7 +254,7 @@ def _pass(
     notes.begin()
     quiet = warnings.catch_warnings(action="ignore")  # checkpointing misses gradients
     with quiet, torch.no_grad(), python_random(0.0) as drawn, eager_flex_attention():
-        output = call_model(program, model, given)
+        output = call(program, model, given)
         try:
             loss_of(program, output, given)
         except Exception as error:  # noqa: BLE001 - the user's loss, on a device without values

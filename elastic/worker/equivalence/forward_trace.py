@@ -25,8 +25,7 @@ from elastic.program import Program
 from elastic.types import coarsest
 from elastic.user_frames import raised_at
 from elastic.version import PACKAGE
-from elastic.worker.parallel.context_parallel import tensors_in
-from elastic.worker.program.calls import inputs_of, keywords_of
+from elastic.worker.program.calls import inputs_of, keywords_of, tensors_in
 from elastic.worker.program.norms.batch_norms import by_hand
 
 Batch = dict[str, Tensor]

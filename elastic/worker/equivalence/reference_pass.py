@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from elastic.models.attention import over
 from elastic.program import Program
 from elastic.worker.equivalence.forward_trace import Batch
-from elastic.worker.parallel.context_parallel import before_cut, tensors_in
+from elastic.worker.parallel.context_parallel import before_cut
 from elastic.worker.parallel.pipeline import PassThrough
 from elastic.worker.parallel.stages.carried_values import AbsentModule
-from elastic.worker.program.calls import call_model, loss_of
+from elastic.worker.program.calls import call_model, loss_of, tensors_in
 
 
 class Outputs:

@@ -102,7 +102,7 @@ class LoopModel:
         try:
             module = self._build_meta().train(self._module.training)
             with torch.device("meta"):
-                args, kwargs = (_mapped(part, lambda t: t.to("meta")) for part in (args, kwargs))
+                args, kwargs = (mapped(part, lambda t: t.to("meta")) for part in (args, kwargs))
                 return _outline(module(*args, **kwargs))
         except Exception as error:
             raise GenerationAborted(
@@ -162,26 +162,26 @@ class _Shape:
 
 
 def _outline(value: Any) -> Any:
-    return _mapped(value, _Shape)
+    return mapped(value, _Shape)
 
 
 def _zeros(outline: Any, device: torch.device) -> Any:
     def zeros(shape: _Shape) -> torch.Tensor:
         return torch.zeros(shape.shape, dtype=shape.dtype, device=device, requires_grad=shape.grad)
 
-    return _mapped(outline, zeros, _Shape)
+    return mapped(outline, zeros, _Shape)
 
 
-def _mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
     """The same lists, tuples and mappings (a library's own ones too) with every `kind` in them
     changed."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Mapping):
-        changed = {key: _mapped(item, change, kind) for key, item in value.items()}
+        changed = {key: mapped(item, change, kind) for key, item in value.items()}
         return changed if type(value) is dict else type(value)(**changed)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, change, kind) for item in value))
+        return type(value)(*(mapped(item, change, kind) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, change, kind) for item in value)
+        return type(value)(mapped(item, change, kind) for item in value)
     return value

@@ -14,7 +14,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
 from elastic.worker.loop.loop_model import GenerationAborted
 from elastic.worker.loop.trial import Entered, Trial, is_found
+from elastic.worker.parallel.keyed_draws import KeyedDraws
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.readback import Number
 from elastic.worker.process_groups.transport import is_collective_error
@@ -136,8 +137,8 @@ def capture(
         here.host = trial = Trial(stack)
         try:
             source.run()
-        except Entered as entered:
-            return entered.program
+        except Entered:
+            pass  # what it trains is known
         except Exception as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
             if trial.program is None or is_found(error):
                 told = _refused(source, error, entered=trial.program is not None)
@@ -150,7 +151,7 @@ def capture(
             here.host = None
     if trial.program is None:
         raise SpecError(f"{file}: it ended before it entered elastic.loop")
-    return trial.program
+    return replace(trial.program, called=next(iter(trial.calls), None), notes=trial.notes)
 
 
 def _refused(source: ScriptSource, error: BaseException, *, entered: bool = False) -> SpecError:
@@ -188,6 +189,7 @@ class Script:
         self.handoff = Handoff()
         self.run: Run | None = None  # of the loop that was entered last
         self.clip_grad_norm: float | None = None  # as told in run.step()
+        self.draws: KeyedDraws | None = None  # by which its model draws
         self.finished = False
         self._inside = False
 
@@ -280,7 +282,7 @@ class Script:
         """A generation begins: its state goes to the script's own objects. Returns the program that
         they make."""
         run = self._stand()
-        program = with_job(run.program, job)
+        program = self.keyed(with_job(run.program, job))
         extra.objects = dict(program.extra_state)
         rebind(run.optimizer, state.optimizers.each)
         extra.load(state.tensors)
@@ -289,6 +291,10 @@ class Script:
         run.step_index = state.step
         run.calls.enter(plan.generation)
         return program
+
+    def keyed(self, program: Program) -> Program:
+        """With what it draws keyed."""
+        return program if self.draws is None else self.draws.of(program)
 
     @property
     def calls(self) -> CallLog:

@@ -10,20 +10,29 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    redirect_stderr,
+    redirect_stdout,
+)
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from elastic.data.batches import item_of
 from elastic.data.collate import collate
 from elastic.errors import ProgramError
+from elastic.user_frames import user_line
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import WITH_A_BATCH, OfferedBatch, Run
 from elastic.worker.loop.loss_reduction import A_MEAN, Means
-from elastic.worker.program.calls import count_of
+from elastic.worker.parallel.keyed_draws import TELLS, DrawOperations
+from elastic.worker.program.calls import ModelCall, ModelCalls, count_of
 from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
 
 log = logging.getLogger(__name__)
@@ -51,7 +60,10 @@ class Trial:
     def __init__(self, stack: ExitStack) -> None:
         self.program: LoopProgram | None = None
         self.run: TriedRun | None = None
+        self.calls: list[ModelCall] = []  # of its model
+        self.drawn: dict[str, str] = {}  # beside its model: file and line -> what draws there
         self._stack = stack
+        self._apart = False
 
     def entered(self, run: Run) -> Run:
         self.program = run.program
@@ -60,8 +72,41 @@ class Trial:
         self._stack.enter_context(_ended_after(MOST_S, run.program))
         for muted in (redirect_stdout, redirect_stderr):
             self._stack.enter_context(muted(io.StringIO()))
-        self.run = TriedRun(run)
+        self.run = TriedRun(run, self)
         return self.run
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that a person is to know of what the body draws."""
+        return tuple(
+            f"{where} draws ({operation}) outside of run.model(...), each rank its own: {TELLS}; "
+            "draw in the model's forward pass"
+            for where, operation in self.drawn.items()
+        )
+
+    def watch(self, module: nn.Module, n_rows: int) -> None:
+        """From now on, in the body: calls of the model, and what is drawn beside them."""
+        self._stack.enter_context(ModelCalls(n_rows, self._called).of(module))
+        self._stack.enter_context(DrawOperations(self._drawn))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is drawn inside is the model's."""
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    def _called(self, call: ModelCall) -> AbstractContextManager[None]:
+        self.calls.append(call)
+        return self.apart()
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if not self._apart and given.get("generator") is None and (where := user_line()):
+            self.drawn.setdefault(where, func.overloadpacket.__name__)
+        return func(*args, **kwargs)
 
 
 def is_found(error: Exception) -> bool:
@@ -77,7 +122,7 @@ class TriedRun(Run):
     """Gives the first samples once. Whoever asks where he is, as for `if run.rank == 0:`, may do
     what is to be done only once: the trial ends there."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, trial: Trial) -> None:
         whole = run.program
 
         def without_values(batch: Mapping[str, torch.Tensor]) -> Any:
@@ -87,7 +132,9 @@ class TriedRun(Run):
         self._whole, self.handoff = whole, _NoWorker(whole)
         self._begun = False  # has the first batch been given?
         with torch.device("meta"):
-            self.model.attach(whole.model())
+            self._module = whole.model()
+        self.model.attach(self._module)
+        self._trial = trial
 
     def __getattr__(self, name: str) -> Any:
         if name in WITH_A_BATCH and not self.__dict__["_begun"]:
@@ -107,7 +154,13 @@ class TriedRun(Run):
         assert self._whole.dataset is not None
         self._evaluate()
         self._begun = True
-        return OfferedBatch(_first(self._whole.dataset()), 0, 0)
+        batch = _first(self._whole.dataset())
+        self._trial.watch(self._module, len(next(iter(batch.values()))))
+        return OfferedBatch(batch, 0, 0)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with self._trial.apart():  # what is computed again
+            super().backward(loss)
 
     def _evaluate(self) -> None:
         """What the script gives for its validation set, on shapes. Raises ProgramError for a

@@ -20,7 +20,7 @@ from elastic.program import Program
 from elastic.types import Job, Layout, is_auto, parse_layout
 from elastic.types.grid import Coordinates
 from elastic.worker.process_groups.groups import Groups
-from elastic.worker.program.calls import call_model, inputs_of, loss_of
+from elastic.worker.program.calls import call_model, inputs_of, loss_of, tensors_in
 from elastic.worker.program.model_profile import build_meta
 
 Batch = dict[str, torch.Tensor]
@@ -103,18 +103,6 @@ def _part(output: Any, shard: SequenceShard, n: int) -> Any:
         if isinstance(output, torch.Tensor) and output.ndim > 1 and output.shape[1] == n
         else output
     )
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Of a tensor, a mapping or a sequence, nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 # ------------------------------------------------------------------------------------------ checks

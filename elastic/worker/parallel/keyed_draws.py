@@ -36,6 +36,7 @@ from elastic.types.grid import Coordinates
 from elastic.worker.parallel.draw_requests import DrawRequest, request_of, same
 from elastic.worker.parallel.keyed_numbers import Distribution, mixed, of_text
 from elastic.worker.parallel.part_of_draw import Draw, part_of
+from elastic.worker.program.calls import ModelCall, ModelCalls, length_of
 from elastic.worker.program.model_profile import block_names, unit_names
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,10 @@ log = logging.getLogger(__name__)
 # of a program, that may draw too
 FUNCTIONS = {"Program.inputs": "inputs", "Program.keywords": "keywords", "Program.loss": "loss"}
 BEHIND = ">"  # stands for the block where all blocks are past
+INNER = "_elastic_inner"  # of a block: its InnerForward
+SHAPE = "a shape that says nothing of its samples"
+OUTSIDE = "where nobody knows whose samples these are"
+TELLS = "each layout draws others, so losses differ a little between layouts"
 
 
 @dataclass(frozen=True)
@@ -166,12 +171,17 @@ class Draws(ABC):
             unit = model.get_submodule(name)
             unit.register_forward_pre_hook(partial(self._enters_unit, name))
             unit.register_forward_hook(self._leaves_unit, always_call=True)
+        self.put(model, modules, compiled=compiled)
+        return model
+
+    def put(self, model: nn.Module, modules: Iterable[str], *, compiled: bool) -> None:
+        """In the place of the forward passes of these modules."""
         for name in modules:
             if name not in FUNCTIONS:
                 module = model.get_submodule(name)
-                call = partial(self.inside, name, module.forward)
-                module.forward = torch.compiler.disable(call) if compiled else call
-        return model
+                inner = vars(module).get(INNER, module)
+                call = partial(self.inside, name, inner.forward)
+                inner.forward = torch.compiler.disable(call) if compiled else call
 
     def follow(self, name: str, block: nn.Module) -> None:
         """Notes when a forward pass is in this block."""
@@ -212,20 +222,63 @@ class Draws(ABC):
             self.module, self._depth.n = before, depth
 
 
+class InnerForward:
+    """A block's own forward pass, which can be wrapped when others have wrapped the block
+    already."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.forward = block.forward
+        vars(block)[INNER] = block.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
 class KeyedDraws(Draws):
     """Of one process, for all of its generations."""
 
-    def __init__(self, trial: DrawTrial, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        trial: DrawTrial | None = None,
+        compiled: bool = False,
+        *,
+        find: Callable[[Program, ModelCall], DrawTrial] | None = None,
+        say: Callable[[str], None] = log.warning,
+    ) -> None:
+        """Without a trial `find` makes it, of the first call of a script's model: what that is
+        called with nobody knows before. `say`: what a person is to know."""
         super().__init__()
-        self.trial, self.compiled = trial, compiled
-        self._calls = _Calls(self)
-        # of attention, torch's other kernels on a GPU draw by themselves
-        self._plain = frozenset(trial.attending if torch.cuda.is_available() else ())
+        self.compiled, self.find, self.say = compiled, find, say
+        self._take(trial or DrawTrial())
+        self.stray = OUTSIDE  # why what is drawn outside of all passes is not keyed
         self.layout, self.at = Layout(), Coordinates(0, 0, 0, 0, 0)
         self._pass: DrawPass | None = None
         # of torch's generator -> which draw is next
         self._seeds: dict[int, tuple[DrawPass, int]] = {}
         self._told: set[str] = set()
+
+    def _take(self, trial: DrawTrial) -> None:
+        self.trial = trial
+        self._calls = _Calls(self)
+        # of attention, torch's other kernels on a GPU draw by themselves
+        self._plain = frozenset(trial.attending if torch.cuda.is_available() else ())
+
+    def learn(self, program: Program, model: nn.Module, call: ModelCall) -> None:
+        """The first call of a script's model, which is built already, is about to come."""
+        if self.find is None or not isinstance(program.model, KeyedModel):
+            return
+        find, self.find = self.find, None
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            self._take(find(program.model.program, call))
+        self.put(model, self.trial.modules, compiled=self.compiled)
+        for problem in self.trial.problems:
+            self.say(problem)
+
+    @property
+    def idle(self) -> bool:
+        """Is nothing drawn?"""
+        return self.find is None and not self.trial.modules
 
     def of(self, program: Program) -> Program:
         """The program whose models draw by this."""
@@ -242,9 +295,10 @@ class KeyedDraws(Draws):
         return super().inside(name, call, *args, **kwargs)
 
     @contextmanager
-    def step(self, layout: Layout, at: Coordinates) -> Iterator[None]:
-        """Forward and backward passes of a step run inside."""
-        self.layout, self.at = layout, at
+    def step(self, layout: Layout, at: Coordinates, *, told: bool = False) -> Iterator[None]:
+        """Forward and backward passes of a step run inside. `told`: what is drawn between them is
+        a script's, and told."""
+        self.layout, self.at, self.on = layout, at, told
         self._seeds.clear()
         try:
             yield
@@ -290,7 +344,8 @@ class KeyedDraws(Draws):
             return func(*args, **kwargs)
         noise = self.filled(asked)
         if noise is None:
-            self._tell(func.overloadpacket.__name__)
+            known = torch.default_generator.initial_seed() in self._seeds
+            self._tell(func.overloadpacket.__name__, SHAPE if known else self.stray)
             return func(*args, **kwargs)
         return asked.finish(noise)
 
@@ -316,15 +371,16 @@ class KeyedDraws(Draws):
         part.fill(asked.distribution, [mixed(key ^ here) for key in rows], asked.noise)
         return asked.noise
 
-    def _tell(self, operation: str) -> None:
-        if self.module not in self._told:
-            self._told.add(self.module)
-            log.warning(
-                "%s draws (%s) a shape that says nothing of its samples: another layout draws "
-                "others",
-                self.module or "forward",
-                operation,
-            )
+    def _tell(self, operation: str, why: str) -> None:
+        """Once of each module, or of all that is drawn outside of all passes."""
+        what = self.module if why is SHAPE else why
+        self.tell(what, f"{self.module or 'forward'} draws ({operation}) {why}")
+
+    def tell(self, about: str, text: str) -> None:
+        """Once, of what is not keyed."""
+        if about not in self._told:
+            self._told.add(about)
+            self.say(f"{text}: {TELLS}")
 
 
 class KeyedModel:
@@ -334,15 +390,26 @@ class KeyedModel:
         self.draws, self.program = draws, program
 
     def __call__(self) -> nn.Module:
-        draws = self.draws
-        return draws.wrap(
-            self.program.model(), self.program, draws.trial.modules, compiled=draws.compiled
-        )
+        draws, model = self.draws, self.program.model()
+        if draws.find is not None:
+            for name in block_names(model, self.program.blocks):
+                InnerForward(model.get_submodule(name))
+        return draws.wrap(model, self.program, draws.trial.modules, compiled=draws.compiled)
 
 
 def draws_of(program: Program) -> KeyedDraws | None:
     """None: the program draws nothing."""
     return program.model.draws if isinstance(program.model, KeyedModel) else None
+
+
+def other_rows(call: ModelCall) -> str:
+    """Why what is drawn in a script's call of its model is not keyed."""
+    behind = f" behind {call.first}" if call.first else ""
+    return (
+        f"for the {call.n} rows{behind} that run.model is called with, where the batch has "
+        f"{call.n_rows}: nobody knows whose they are; call it with the batch, or with parts of it "
+        "in their order, samples in dimension 0"
+    )
 
 
 def row_keys(seed: int, step: int, ids: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -373,3 +440,32 @@ class StepDraws:
         """A forward pass of these rows of a batch, through a stage."""
         keys = self.keys[batch][rows.start : rows.stop]
         self.draws.begin(keys, self.shared, length=self.lengths[batch], behind=stage > 0)
+
+    @contextmanager
+    def of_call(self, call: ModelCall, program: Program, model: nn.Module) -> Iterator[None]:
+        """A script's call of its model. The script's own random numbers stay what they are."""
+        draws = self.draws
+        draws.learn(program, model, call)
+        if call.rows is None or draws.idle:
+            draws.stray = other_rows(call)
+            yield
+            return
+        keys, shared = self.keys[0][call.rows.start : call.rows.stop], self.shared
+        if call.again:  # a second pass draws others
+            keys, shared = [mixed(key, call.again) for key in keys], mixed(shared, call.again)
+        draws.stray = OUTSIDE
+        own = torch.get_rng_state()
+        draws.begin(keys, shared, length=length_of(call.given))
+        try:
+            yield
+        finally:
+            torch.set_rng_state(own)
+
+    def check_all(self, calls: ModelCalls) -> None:
+        """Of a script's step: tells where samples are missing."""
+        if calls.first and not self.draws.idle:
+            self.draws.tell(
+                "parts",
+                f"run.model was called with {calls.first} of the {calls.n_rows} samples of a "
+                "batch, nobody knows which",
+            )

@@ -53,6 +53,8 @@ def parallelize(
     options.wrap(blocks)
     if mesh is not None and "fsdp" in names:
         dp_mesh = mesh["dp_replicate", "fsdp"] if "dp_replicate" in names else mesh["fsdp"]
+        for module in (*experts, *blocks, model):
+            module.register_forward_hook(_whole_output)  # before that of FSDP
         for module in experts:
             assert groups.experts is not None
             _shard(module, groups.experts, options.of_experts())
@@ -60,6 +62,21 @@ def parallelize(
             _shard(block, dp_mesh, options.of_block())
         _shard(model, dp_mesh, options.of_root())
     return model
+
+
+def _whole_output(_: nn.Module, args: object, output: Any) -> Any:
+    """FSDP gathers weights for the backward pass by a hook on what a module gives. Where that is a
+    view, as nn.Linear gives of sequences, and a program changes it in place (`out += x`), the hook
+    is lost. Nobody else has what this is a view of, and no gradient asks for its values: it counts
+    as a tensor of its own."""
+    if type(output) is not torch.Tensor or output._base is None or output.grad_fn is None:
+        return output
+    made_by = output.grad_fn.next_functions[0][0]
+    if output.grad_fn.name() != "ViewBackward0" or made_by is None:
+        return output
+    if made_by.name() != "AddmmBackward0":
+        return output
+    return torch.ops.aten._unsafe_view(output, output.shape)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, how: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic.models.attention import attention
 from elastic.storage import open_storage
 from elastic.types import Attention, Matmul
-from elastic.worker.parallel.context_parallel import tensors_in
 from elastic.worker.profile.operations import Operations
+from elastic.worker.program.calls import tensors_in
 
 BACKWARD = 3  # a product and its two gradients
 SMALL_OPS = 200

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from elastic.types import Attention, Matmul
-from elastic.worker.parallel.context_parallel import tensors_in
+from elastic.worker.program.calls import tensors_in
 
 OPERANDS = {
     "mm": 0,

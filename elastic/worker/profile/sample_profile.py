@@ -29,14 +29,9 @@ from elastic.models.attention import AttentionUse, over
 from elastic.program import Program
 from elastic.types import Job, SampleProfile
 from elastic.worker.parallel.activation_checkpointing import kept_ops
-from elastic.worker.parallel.context_parallel import (
-    before_cut,
-    check_sum,
-    sequence_length,
-    tensors_in,
-)
+from elastic.worker.parallel.context_parallel import before_cut, check_sum, sequence_length
 from elastic.worker.profile.operations import operations_of
-from elastic.worker.program.calls import call_model, count_of, loss_of
+from elastic.worker.program.calls import call_model, count_of, loss_of, tensors_in
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.program.model_profile import block_names, build_meta, cut_dims
 

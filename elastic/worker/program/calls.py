@@ -1,8 +1,11 @@
-"""How a Program's functions are called, with what they return checked."""
+"""How a Program's functions are called, with what they return checked, and how a script calls its
+model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +38,23 @@ def keywords_of(program: Program, batch: Batch) -> dict[str, Any]:
 def call_model(program: Program, model: nn.Module, batch: Batch) -> Any:
     """The model's output for a batch."""
     return model(inputs_of(program, batch), **keywords_of(program, batch))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Of a tensor, a mapping or a sequence, nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def length_of(value: Any) -> int:
+    """Positions of the sequences among these tensors; 0 = they have none."""
+    return next((int(x.shape[1]) for x in tensors_in(value) if x.ndim > 1), 0)
 
 
 def cut_rows(n_rows: int, n: int, unit: int = 1) -> list[range]:
@@ -94,3 +114,69 @@ def loss_of(program: Program, output: Any, batch: Batch) -> torch.Tensor:
             f"Program.loss returned {found}; it must return the sum over the batch, a scalar tensor"
         )
     return value
+
+
+# --------------------------------------------------------------------------------- in a user's loop
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of a script's model in a step, with `n` rows. Its batch has `n_rows`, of which row
+    `first` comes next; `again`: how often all of them were passed before."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    n: int
+    n_rows: int
+    first: int = 0
+    again: int = 0
+
+    @property
+    def given(self) -> dict[str, torch.Tensor]:
+        """What it is called with, by number, as far as it has these rows."""
+        found = enumerate(tensors_in([*self.args, *self.kwargs.values()]))
+        return {str(i): x for i, x in found if x.ndim and len(x) == self.n}
+
+    @property
+    def rows(self) -> range | None:
+        """Of the batch; None: it has not so many left."""
+        last = self.first + self.n
+        return range(self.first, last) if last <= self.n_rows else None
+
+
+class ModelCalls:
+    """Follows a script in a step, which calls the model by itself: with all samples of its batch,
+    as often as it likes, or with some after others. `around` each call."""
+
+    def __init__(
+        self, n_rows: int, around: Callable[[ModelCall], AbstractContextManager[None]]
+    ) -> None:
+        self.n_rows, self.around = n_rows, around
+        self.first = self.again = 0
+        self._inside = ExitStack()
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        # before FSDP, which casts what it is called with
+        hooks = [
+            model.register_forward_pre_hook(self.enters, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._leaves, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            self._leaves()
+            for hook in hooks:
+                hook.remove()
+
+    def enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (x for x in tensors_in([*args, *kwargs.values()]) if x.ndim)
+        n = len(next(given, range(self.n_rows)))
+        call = ModelCall(args, kwargs, n, self.n_rows, self.first, self.again)
+        self._inside.enter_context(self.around(call))
+        if call.rows is not None:
+            more, self.first = divmod(call.rows.stop, self.n_rows)
+            self.again += more
+
+    def _leaves(self, *_: Any) -> None:
+        self._inside.close()

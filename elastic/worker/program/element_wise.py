@@ -88,6 +88,7 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
         whole, before, any(isinstance(held, Settings) for held in program.extra_state.values())
     )
     _check_moved(whole)
+    _check_draws(program, every, owners)
     part = _Dry(program, every, [s for s in replicas if owners[s.fqn] in found], PART)
     found = _same_when_large(program, every, _same_in_parts(whole, part, found), owners=owners)
     at_owners = [name for name in names if name not in found]
@@ -314,14 +315,37 @@ def _same_when_large(
         fqn = max(
             (spec for spec in every if owners[spec.fqn] == name), key=lambda spec: len(spec.shape)
         ).fqn
-        large = nn.Parameter(torch.linspace(0.5, 1.0, prod(LARGE)).view(LARGE))
-        optimizer = Optimizers(program, every, {fqn: large}).owner(fqn)
-        large.grad = torch.full_like(large, 0.1)
-        step_of(optimizer)
+        optimizer, large = _large_step(program, every, fqn)
         state = optimizer.state[large]
         if all(type(state[key]) is torch.Tensor for key in wanted.entries if key in state):
             same[name] = wanted
     return same
+
+
+def _large_step(
+    program: Program, every: list[TensorSpec], fqn: str, *, dtype: str = "float32"
+) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+    """That of a large matrix, in the place of this parameter."""
+    values = torch.linspace(0.5, 1.0, prod(LARGE), dtype=getattr(torch, dtype))
+    large = nn.Parameter(values.view(LARGE))
+    optimizer = Optimizers(program, every, {fqn: large}).owner(fqn)
+    large.grad = torch.full_like(large, 0.1)
+    step_of(optimizer)
+    return optimizer, large
+
+
+def _check_draws(program: Program, every: list[TensorSpec], owners: Mapping[str, str]) -> None:
+    """What a step draws would be another draw on each rank. Some draw for certain types only."""
+    asked = {(owners[spec.fqn], spec.dtype): spec.fqn for spec in every}
+    for (name, dtype), fqn in asked.items():
+        before = torch.get_rng_state()
+        optimizer, _ = _large_step(program, every, fqn, dtype=dtype)
+        if not torch.equal(torch.get_rng_state(), before):
+            raise ProgramError(
+                f"optimizer {shown(name, optimizer)}: a step of {fqn} ({dtype}) draws random "
+                "numbers, others on each rank; switch that off (in torchao: "
+                "bf16_stochastic_round=False)"
+            )
 
 
 def _check_alone(

@@ -22,6 +22,7 @@ from torch.utils.data import (
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.worker.process.readback import Number
+from elastic.worker.program.calls import ModelCall
 from elastic.worker.program.optimizers import Optimizer, by_name
 
 GROUPS = "param_groups"  # the name of the optimizers' settings among the extra state
@@ -35,11 +36,14 @@ Own = Optimizer | dict[str, Optimizer]  # what a script gives: one, or several b
 class LoopProgram(Program):
     """`settings`: keys of a job.yaml that the script gave itself. `evaluation`: (model, batch) ->
     summed loss, or a dict of sums with it. `given`: turns a batch, which is a dict inside, into
-    what the script's dataset gives."""
+    what the script's dataset gives. `called`: how the script calls its model first, as far as a
+    trial has come; `notes`: lines that a person is to know of it."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Callable[[Any, Any], Any] | None = None
     given: Callable[[Mapping[str, torch.Tensor]], Any] = dict
+    called: ModelCall | None = None
+    notes: tuple[str, ...] = ()
 
 
 def no_loss(output: Any, batch: Any) -> Any:

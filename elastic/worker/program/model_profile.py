@@ -10,13 +10,11 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from elastic.errors import ElasticError, ProgramError, SpecError, alike
 from elastic.models.experts import COUNTS, expert_modules
 from elastic.models.nf4 import PACKED
 from elastic.program import Program, pattern_regex, patterns_of
-from elastic.text import n_of
 from elastic.types import ModelProfile, TensorSpec
 from elastic.user_frames import raised_at
 from elastic.worker.program.element_wise import what_they_keep, with_kept
@@ -211,7 +209,7 @@ def trace(program: Program) -> ModelProfile:
         len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1,
         limit), extra, not no_pp, n_expert_params(model), math.gcd(*experts.values()),
         no_pp=no_pp, no_tp=no_tp,
-        notes=_of_a_loop(model, program) if type(program).__name__ == OF_A_LOOP else (),
+        notes=_of_a_loop(program) if type(program).__name__ == OF_A_LOOP else (),
     )  # fmt: skip
     norms = training_norms(model)
     return _with_norms(profile, program, norms) if norms else profile
@@ -234,28 +232,9 @@ def _with_norms(profile: ModelProfile, program: Program, norms: Sequence[StepNor
     )  # fmt: skip
 
 
-def _of_a_loop(model: nn.Module, program: Program) -> tuple[str, ...]:
+def _of_a_loop(program: Program) -> tuple[str, ...]:
     """What of a script nobody has looked at, since its loss is its own."""
-    return (*drawn_by_rank(model), *((TP_OF_A_LOOP,) if program.tp else ()))
-
-
-def drawn_by_rank(model: nn.Module) -> tuple[str, ...]:
-    """A line of the modules that draw random numbers, as far as their kinds tell: called from a
-    loop, nobody knows whose samples they draw for."""
-    names = [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, _DropoutNd) and module.p > 0)
-        or (isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0)
-    ]
-    if not names:
-        return ()
-    more = f" and {n_of(len(names) - 1, 'other module')}" if names[1:] else ""
-    draws = "draw random numbers" if more else "draws random numbers"
-    return (
-        f"{names[0]}{more} {draws}, and in a loop each rank draws its own: with another number of "
-        "ranks the losses are others (of a Program draws are keyed by sample, and they are not)",
-    )
+    return (*getattr(program, "notes", ()), *((TP_OF_A_LOOP,) if program.tp else ()))
 
 
 def n_expert_params(model: nn.Module) -> int:

@@ -144,7 +144,8 @@ class SafetensorFiles:
                 dtype = DTYPES.get(about.get_dtype())
                 if dtype is None:
                     raise SpecError(
-                        f"{file}: {name} is of dtype {about.get_dtype()}, which is not read here"
+                        f"{file}: {name} is of dtype {about.get_dtype()}, which is not read here; "
+                        "take weights of 16 or 32 bits"
                     )
                 if name in self.tensors:
                     raise SpecError(f"{file}: {name} is in another file too")

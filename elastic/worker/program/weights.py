@@ -169,23 +169,46 @@ def found_names(
             if len(missing) > 1
             else ""
         )
-        raise SpecError(
-            f"{files.uri}: it has no tensor {weights.name(missing[0])}{more}; weights of another "
-            "model?"
-        )
+        name = weights.name(missing[0])
+        instead = quantised(name, files.tensors) or "weights of another model?"
+        raise SpecError(f"{files.uri}: it has no tensor {name}{more}; {instead}")
     for fqn, name in names.items():
-        shape = stored_shape(program, wanted[fqn])
-        if files.tensors[name].shape != shape:
-            raise SpecError(
-                f"{files.uri}: {name} is {list(files.tensors[name].shape)}, the program's {fqn} "
-                f"is {list(shape)}"
-            )
+        stored = files.tensors[name]
+        numbers = "float32" if fqn in program.packed else wanted[fqn].dtype
+        shapes = (stored.shape, stored_shape(program, wanted[fqn]))
+        check_stored(f"{files.uri}: {name}", fqn, shapes, dtypes=(stored.dtype, numbers))
     if not names:
         raise SpecError(
             f"{files.uri}: none of its {len(files.tensors)} tensors is one of the program's; "
             "another model?"
         )
     return names
+
+
+QUANTISED = (
+    "quantised weights are not read: give those of 16 or 32 bits, which frozen_weights: nf4 packs "
+    "by itself"
+)
+
+
+def check_stored(
+    where: str, fqn: str, shapes: Sequence[tuple[int, ...]], *, dtypes: Sequence[str]
+) -> None:
+    """Of a tensor that is stored and of the numbers of the program's that it becomes. Raises
+    SpecError where it cannot."""
+    (shape, own), (dtype, numbers) = shapes, dtypes
+    if dtype in ("int8", "uint8") and "float" in numbers:
+        raise SpecError(f"{where} is {dtype}, without its scales; {QUANTISED}")
+    if shape != own:
+        raise SpecError(f"{where} is {list(shape)}, the program's {fqn} is {list(own)}")
+
+
+def quantised(name: str, there: Iterable[str]) -> str:
+    """Where a weight's module has tensors of other names: what kind of file that is; '' = it has
+    none."""
+    module, _, leaf = name.rpartition(".")
+    found = sorted(t for t in there if module and t.startswith(f"{module}.") and leaf in t)
+    return f"it has {found[0]}: {QUANTISED}" if found else ""
 
 
 def stored_shape(program: Program, spec: TensorSpec) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ while others train."""
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from elastic.program import Program
 from elastic.types import ModelProfile, Plan, Rehearsal, agree
 from elastic.types.grid import stage_blocks, stages_at
-from elastic.worker.equivalence.draw_trial import try_draws
+from elastic.worker.equivalence.draw_trial import try_call, try_draws
 from elastic.worker.equivalence.loss_is_sum import (
     check_beside,
     check_on_shapes,
@@ -30,13 +31,12 @@ from elastic.worker.parallel.context_parallel import (
     check_loss,
     check_possible,
     largest_cp,
-    tensors_in,
 )
 from elastic.worker.parallel.keyed_draws import KeyedDraws
 from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.parallel.stages.carried_values import MODEL_INPUT, carries
 from elastic.worker.process_groups.groups import Groups
-from elastic.worker.program.calls import call_model, inputs_of, keywords_of, loss_of
+from elastic.worker.program.calls import call_model, inputs_of, keywords_of, loss_of, tensors_in
 from elastic.worker.program.model_profile import block_names, build_meta
 from elastic.worker.session.workplace import Workplace
 from elastic.worker.state.train_state import TrainState
@@ -90,12 +90,19 @@ def rehearse(place: Workplace) -> None:
 def keyed(place: Workplace) -> Program:
     """The program, with what it draws keyed by sample and place; the same where it draws
     nothing."""
+    compiled = place.job.compile
     if place.script is not None:
-        return place.program
+        place.script.draws = KeyedDraws(compiled=compiled, find=try_call, say=_say)
+        return place.script.keyed(place.program)
     trial = try_draws(place.program, _batch(place, 1, "cpu"))
     if not trial.modules:
         return place.program
-    return KeyedDraws(trial, place.job.compile).of(place.program)
+    return KeyedDraws(trial, compiled).of(place.program)
+
+
+def _say(text: str) -> None:
+    """Of what a script prints, that of rank 0 is shown."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def handed_on(place: Workplace) -> ModelProfile:

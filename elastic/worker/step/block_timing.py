@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from elastic.program import Program
-from elastic.worker.parallel.context_parallel import tensors_in
 from elastic.worker.process.fault_injection import FORWARD, DeviceFaults
+from elastic.worker.program.calls import tensors_in
 from elastic.worker.program.model_profile import block_names
 from elastic.worker.step.device_marks import DeviceMarks
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from elastic.worker.parallel.context_parallel import tensors_in
 from elastic.worker.process.doing import Part
+from elastic.worker.program.calls import tensors_in
 
 AHEAD = 512  # marks that are not yet known to be passed, before the training thread looks itself
 

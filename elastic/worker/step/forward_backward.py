@@ -4,7 +4,7 @@ pipeline, on parts of sequences, or in the loop of a user's script."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from elastic.program import Program
 from elastic.reshard.rank_boxes import LOSS_SCALE
 from elastic.types import Job, Plan
 from elastic.types.grid import axes_text, coordinates, stages_at
-from elastic.worker.parallel.context_parallel import Sequence, tensors_in
+from elastic.worker.parallel.context_parallel import Sequence
 from elastic.worker.parallel.keyed_draws import StepDraws, draws_of, row_keys
 from elastic.worker.parallel.keyed_numbers import mixed
 from elastic.worker.parallel.model_options import begin_microbatch
@@ -31,6 +31,8 @@ from elastic.worker.process.readback import Incoming, Number, read
 from elastic.worker.process_groups.axis_ranges import axis_range
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.calls import (
+    ModelCall,
+    ModelCalls,
     call_model,
     count_of,
     count_there,
@@ -38,6 +40,7 @@ from elastic.worker.program.calls import (
     first_rows,
     inputs_of,
     keywords_of,
+    length_of,
     loss_of,
     rows_in,
 )
@@ -167,14 +170,15 @@ class ForwardBackward:
             for batch, n in zip(map(self.sequence.cut, batches), counting, strict=True)
         ]
         running = self.sequence.running(blocks_here=self.has_blocks)
-        drawing = (
-            self.draws.step(self.plan.layout, self.at)
-            if self.draws is not None and train
-            else nullcontext()
-        )
-        with axis_range(self.passes_name), running, self.cut_loss(), drawing:
+        with axis_range(self.passes_name), running, self.cut_loss(), self._in_a_step(train):
             loss_sum = self._passes(parts, train, n_microbatches)
         return loss_sum if scale == 1.0 else loss_sum / scale, tokens
+
+    def _in_a_step(self, train: bool, told: bool = False) -> AbstractContextManager[None]:
+        """What is drawn inside is of samples."""
+        if self.draws is None or not train:
+            return nullcontext()
+        return self.draws.step(self.plan.layout, self.at, told=told)
 
     def _here(self, batches: Iterable[Batch], train: bool) -> list[Batch]:
         """On the device; those of the next training step, if they were read already, are sent there
@@ -213,7 +217,8 @@ class ForwardBackward:
         whole, *others = parts
         kind = "training" if train else "probe" if n_microbatches else "evaluation"
         n_microbatches = n_microbatches or self.n_microbatches
-        drawing = self._drawing([batch for batch, _ in (whole, *others)]) if train else None
+        given = [batch for batch, _ in (whole, *others)]
+        drawing = self._drawing(given, map(self._length, given)) if train else None
         pipeline = self.pipeline_of(_n_rows(whole[0]), n_microbatches, kind)
         if pipeline is not None:
             batch, loss = whole
@@ -255,9 +260,9 @@ class ForwardBackward:
         with self.norms.passing(rows), self.state.routed.counting():
             yield
 
-    def _drawing(self, batches: list[Batch]) -> StepDraws | None:
+    def _drawing(self, batches: list[Batch], lengths: Iterable[int]) -> StepDraws | None:
         """None = nothing is drawn, or nobody knows whose samples these are (a rehearsal)."""
-        if self.draws is None:
+        if self.draws is None or self.draws.idle:
             return None
         step, seed = self.state.step, self.job.seed
         cut = (
@@ -270,13 +275,20 @@ class ForwardBackward:
         mine = keys[first : first + len(cut[self.dp])]
         if [len(part) for part in mine] != [_n_rows(batch) for batch in batches]:
             return None
-        return StepDraws(self.draws, mine, list(map(self._length, batches)), mixed(seed, step))
+        return StepDraws(self.draws, mine, list(lengths), mixed(seed, step))
 
     def _length(self, batch: Batch) -> int:
         """Of the whole sequences of its samples; 0 where they have none."""
-        inputs = inputs_of(self.program, batch)
-        mine = next((x.shape[1] for x in tensors_in(inputs) if x.ndim > 1), 0)
-        return int(mine) * self.plan.layout.cp
+        return length_of(inputs_of(self.program, batch)) * self.plan.layout.cp
+
+    @contextmanager
+    def _called(self, drawing: StepDraws | None, call: ModelCall) -> Iterator[None]:
+        """A script's call of its model, in a step."""
+        with ExitStack() as around:
+            if drawing is not None:
+                around.enter_context(drawing.of_call(call, self.program, self.state.model))
+            around.enter_context(self.norms.of_call(call))
+            yield
 
     @property
     def n_microbatches(self) -> int:
@@ -327,9 +339,16 @@ class ForwardBackward:
             ends = after > epoch or step + 1 == self.job.steps
             if self.script is None:
                 return 0.0, 0
-            norms = self.norms.of_script(self.state.model, _n_rows(batch))
-            with norms, self.state.routed.counting():
-                return self.script.compute(batch, step, epoch, ends_epoch=ends)
+            # how long its sequences are is told by what it calls the model with
+            drawing = self._drawing([batch], [0])
+            calls = ModelCalls(_n_rows(batch), partial(self._called, drawing))
+            drawn = self._in_a_step(train, told=True)
+            with calls.of(self.state.model), self.state.routed.counting(), drawn:
+                found = self.script.compute(batch, step, epoch, ends_epoch=ends)
+            self.norms.check_all(calls)
+            if drawing is not None:
+                drawing.check_all(calls)
+            return found
         evaluation = self.program.evaluation  # type: ignore[attr-defined]
         kept = {k: v[: max(1, valid) if valid is not None else None] for k, v in batch.items()}
         # on every rank: its collectives need all of them

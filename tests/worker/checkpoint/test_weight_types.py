@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.places import PROGRAMS
+from support.reference import build
 from support.worker.exported import stored, transformers_model
 
 from elastic.errors import SpecError
 from elastic.models.huggingface import causal_lm
 from elastic.models.lora import lora
+from elastic.models.nf4 import pack
 from elastic.models.weight_types import in_type
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
-from elastic.types import Job, Layout
-from elastic.worker.checkpoint.checkpoint_verbs import export_for
+from elastic.types import Box, Job, Layout
+from elastic.worker.checkpoint.checkpoint_index import open_checkpoint
+from elastic.worker.checkpoint.checkpoint_verbs import ImportRequest, export_for, import_state
 from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 from elastic.worker.checkpoint.finished_model import load_model
 from elastic.worker.process_groups.groups import Groups
@@ -150,3 +154,30 @@ def test_another_type_is_refused() -> None:
     program = load_program(PROGRAMS / "tiny.py")
     with pytest.raises(SpecError, match="weights: 'fp8' is none of bfloat16, int8, float8"):
         in_type("fp8", program, {}, parts=lambda name: iter(()))
+
+
+def test_what_an_import_brings_to_a_job_in_4_bits(tmp_path: Path) -> None:
+    """Weights in float32 are packed on the way, bytes of such a job stay; 8 bits are refused."""
+    whole, low = (load_program(PROGRAMS / f"tiny_{name}.py") for name in ("qlora", "nf4"))
+    model, (packed, *_) = build(whole, 3), sorted(low.packed)
+    folder = tmp_path / "given"
+    folder.mkdir()
+    save_file(
+        {name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors"
+    )
+    request = ImportRequest(trace(low), 3, packed=low.packed)
+
+    def brought(source: str, name: str) -> tuple[str, torch.Tensor]:
+        uri = import_state(source, open_storage(str(tmp_path / name)), request)["uri"]
+        checkpoint = open_checkpoint(uri)
+        shape, dtype = checkpoint.tensors[f"model.{packed}"]
+        assert dtype == "uint8"
+        return uri, checkpoint.read(Box(f"model.{packed}", (0, 0), shape, dtype))
+
+    uri, first = brought(str(folder), "one")
+    assert torch.equal(first, pack(dict(model.named_parameters())[packed].detach()))
+    assert torch.equal(brought(uri, "two")[1], first)
+    eight = {name: p.detach().to(torch.int8) for name, p in model.named_parameters()}
+    save_file(eight, folder / "model.safetensors")
+    with pytest.raises(SpecError, match="is int8, without its scales; quantised weights are not"):
+        brought(str(folder), "three")

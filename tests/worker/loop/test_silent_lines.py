@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic.errors import SpecError
+from elastic.worker.equivalence.draw_trial import with_notes
 from elastic.worker.loop.script_host import capture
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.program.model_profile import trace
@@ -23,7 +24,7 @@ data = torch.arange(64.0).view(16, 4)
 {before}
 with elastic.loop(model=model, optimizer=optimizer, dataset=data, steps=3, global_batch=4) as run:
     for x in run:
-        run.backward(run.model(x).square().sum())
+        run.backward(run.model({x}).square().sum())
         {line}
         run.step()
 """
@@ -31,7 +32,9 @@ with elastic.loop(model=model, optimizer=optimizer, dataset=data, steps=3, globa
 
 def captured(folder: Path, **parts: str) -> LoopProgram:
     file = folder / "train.py"
-    file.write_text(HEAD.format(**{"layers": "nn.Linear(4, 4)", "before": "", "line": ""} | parts))
+    file.write_text(
+        HEAD.format(**{"layers": "nn.Linear(4, 4)", "before": "", "line": "", "x": "x"} | parts)
+    )
     return capture(file, [], 0)
 
 
@@ -57,20 +60,45 @@ def test_clipping_of_what_has_gradients_is_as_ever(tmp_path: Path) -> None:
     captured(tmp_path, before=before)
 
 
-def test_what_a_model_draws_in_a_loop_is_named(tmp_path: Path) -> None:
-    def notes(*layers: str) -> str:
-        return "; ".join(trace(captured(tmp_path, layers=", ".join(layers))).notes)
+def notes(program: LoopProgram) -> tuple[str, ...]:
+    return trace(with_notes(program)).notes
 
-    assert notes("nn.Dropout(0.0)") == ""
-    assert notes("nn.Dropout(0.1)").startswith("1 draws random numbers, and in a loop each rank")
-    assert notes("nn.Dropout(0.1)", "nn.Linear(4, 4)", "nn.AlphaDropout(0.2)").startswith(
-        "1 and 1 other module draw random numbers"
+
+def test_what_a_loops_model_draws_is_named_where_it_cannot_be_keyed(tmp_path: Path) -> None:
+    drops = "nn.Dropout(0.1), nn.Linear(4, 4)"
+    assert notes(captured(tmp_path, layers="nn.Linear(4, 4)", line="run.model(x)")) == ()
+    assert notes(captured(tmp_path, layers=drops)) == ()
+    (mine,) = notes(captured(tmp_path, layers=drops, x="torch.cat([x, x])"))
+    assert mine.startswith(
+        "1 draws for the 4 rows that run.model is called with, where the batch has 2"
     )
+    (other,) = notes(
+        captured(
+            tmp_path,
+            layers=drops,
+            before="class Own(nn.Sequential):\n"
+            "    def forward(self, x): return super().forward(x) * torch.randperm(4, device=x.device)\n"
+            "model.__class__ = Own",
+        )
+    )
+    assert "draws (randperm) by an operation that is not known to draw sample by sample" in other
+    early = captured(tmp_path, layers=drops, x="x if run.rank else x")
+    assert early.called is None and notes(early) == ()
+
+
+def test_what_a_body_draws_beside_its_model_is_named_by_its_line(tmp_path: Path) -> None:
+    """Not what the model draws again in the backward pass, nor a generator of the script's own."""
+    again = "class Again(nn.Dropout):\n    def forward(self, x):\n        return checkpoint(super().forward, x, use_reentrant=False)\n"
+    before = f"from torch.utils.checkpoint import checkpoint\n{again}model.append(Again(0.5))"
+    own = "torch.rand(4, 4, generator=torch.Generator())"
+    assert captured(tmp_path, before=before, line=own).notes == ()
+    (mine,) = notes(captured(tmp_path, x="x + torch.randn_like(x)"))
+    assert mine.startswith("train.py:11 draws (randn_like) outside of run.model(...), each rank")
 
 
 def test_a_tp_that_nobody_has_compared_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        HEAD.format(layers="nn.Linear(4, 4)", before="", line="").replace(
+        HEAD.format(layers="nn.Linear(4, 4)", before="", line="", x="x").replace(
             "steps=3", "tp={'0': 'colwise', '1': 'rowwise'}, steps=3"
         )
     )

@@ -16,6 +16,7 @@ from elastic.types import Job
 from elastic.types.typed_job import default_group
 from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
+from elastic.worker.program.calls import ModelCalls
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 from elastic.worker.program.norms.batch_norms import norms_of
@@ -192,19 +193,21 @@ def test_a_model_that_is_called_by_hand_in_a_script() -> None:
     norms = StepNorms([model], [])
     norms.begin()
     x = torch.randn(6, 5)
-    with norms.of_script(model, 6):
-        model(x[:3])
-        model(x[3:])
-        model(2 * x)
+
+    def called(*parts: torch.Tensor) -> None:
+        calls = ModelCalls(6, norms.of_call)
+        with calls.of(model):
+            for part in parts:
+                model(part)
+        norms.check_all(calls)
+
+    called(x[:3], x[3:], 2 * x)
     norms.update(0, 6)
     plain = nn.BatchNorm1d(5)
     for part in (x[:3], 2 * x[:3], x[3:], 2 * x[3:]):
         plain(part)
     assert_same(nn.Sequential(plain), model)
     with pytest.raises(ProgramError, match="called with 3 of the 6 samples"):
-        with norms.of_script(model, 6):
-            model(x[:3])
+        called(x[:3])
     with pytest.raises(ProgramError, match="called with 6 samples behind 3 of 6"):
-        with norms.of_script(model, 6):
-            model(x[:3])
-            model(x)
+        called(x[:3], x)

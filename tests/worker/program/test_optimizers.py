@@ -126,6 +126,29 @@ def test_what_cannot_be_cut_is_refused_by_name(
     assert "\n" not in str(error.value)
 
 
+def test_a_step_that_draws_random_numbers_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the types for which it does: it is asked as what the model's parameters are."""
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    assert kept("odd_optimizers.Noisy", lr=0.1) == OptimizerSpec()
+    half = tuple(replace(s, dtype="bfloat16" if "head" in s.fqn else s.dtype) for s in SPECS)
+    noisy = replace(BARE, optimizer=JobOptimizer({"path": "odd_optimizers.Noisy", "lr": 0.1}))
+    with pytest.raises(SpecError, match="a step of head.weight .bfloat16. draws random numbers"):
+        what_they_keep(noisy, half)
+
+
+@pytest.mark.slow  # imports torchao
+def test_rounding_by_random_numbers_is_refused_where_it_rounds() -> None:
+    pytest.importorskip("torchao", reason="it is in the extra 'test'")
+    adam = {"path": "torchao.optim.AdamW8bit", "lr": 0.1, "bf16_stochastic_round": True}
+    program = replace(BARE, optimizer=JobOptimizer(adam))
+    what_they_keep(program, SPECS)  # float32 is not rounded
+    half = tuple(replace(s, dtype="bfloat16") for s in SPECS)
+    with pytest.raises(SpecError, match="draws random numbers, .*bf16_stochastic_round=False"):
+        what_they_keep(program, half)
+
+
 def test_muon_steps_whole_matrices() -> None:
     """Its momentum has the parameter's shape: only the dry step on a part tells."""
     program = replace(BARE, optimizer=lambda named: torch.optim.Muon([p for _, p in named]))

@@ -169,6 +169,14 @@ def test_names_and_values_that_are_not_there(tmp_path: Path) -> None:
             r"head\.weight is \[2, 2\], the program's head\.weight is",
         ),
         (
+            lambda w: w.update({"head.weight": w["head.weight"].to(torch.int8)}),
+            r"head\.weight is int8, without its scales; quantised weights are not read: give",
+        ),
+        (
+            lambda w: w.update({"head.weight_qdata": w.pop("head.weight").to(torch.int8)}),
+            r"no tensor head\.weight; it has head\.weight_qdata: quantised weights are not read",
+        ),
+        (
             lambda w: [w.pop(name) for name in list(w) if name != "head.weight"],
             r"\(and \d+ more of \d+ are missing\)",
         ),

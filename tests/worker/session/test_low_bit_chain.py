@@ -69,6 +69,33 @@ def test_live_changes_and_a_resume(pool: Pool, tmp_path: Path, chain: list[Layou
     assert last == pytest.approx(alone[10:], abs=1e-4)
 
 
+BESIDE = {
+    "tiny_nf4_experts.py": [
+        Layout(dp_shard=2, ep=2), Layout(pp=2, dp_shard=2, ep=2), Layout(tp=2), Layout(dp_shard=4, ep=4),
+    ],
+    "tiny_nf4_teacher.py": [
+        Layout(dp_shard=2, tp=2), Layout(pp=2), Layout(dp_shard=3, activation_checkpointing="full"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.e2e
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_experts_over_ranks_and_of_a_teacher(pool: Pool, tmp_path: Path, name: str) -> None:
+    """A teacher needs no adapters: what is frozen of it has 4 bits."""
+    job, chain = job_of(name, steps=10), BESIDE[name]
+    n_blocks = 6 if "teacher" in name else 4
+    steps = pass_through(pool, job, tmp_path, chain, every=2, n_blocks=n_blocks)
+    program = load_program(job["program"])
+    alone = train_alone(program, job, 10)
+    assert [e.train_loss for e in steps] == pytest.approx(alone, abs=1e-4)
+    assert {e.generation for e in steps} == set(range(1, len(chain) + 1))
+    checkpoint = checkpoint_index.find(open_storage(str(tmp_path)))[0].uri
+    tensors = checkpoint_index.open_checkpoint(checkpoint).tensors
+    assert program.packed and all(tensors[f"model.{n}"][1] == "uint8" for n in program.packed)
+
+
 @pytest.mark.e2e
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("after", [Layout(dp_shard=3), Layout(pp=2), Layout(tp=2)], ids=str)

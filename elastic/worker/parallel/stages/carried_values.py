@@ -19,8 +19,8 @@ from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.types import ModelProfile, UnitFlow
 from elastic.types.grid import stage_blocks
-from elastic.worker.parallel.context_parallel import tensors_in
 from elastic.worker.parallel.keyed_draws import draws_of
+from elastic.worker.program.calls import tensors_in
 from elastic.worker.program.model_profile import block_names
 
 MODEL_INPUT = "_elastic_model_input"  # by keyword on every stage: later ones are called with values

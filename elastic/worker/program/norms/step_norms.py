@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic.errors import ProgramError
+from elastic.worker.program.calls import ModelCall, ModelCalls
 from elastic.worker.program.norms.batch_norms import NormPass, StepNorm, StepPasses, norms_of
 
 
@@ -48,43 +49,23 @@ class StepNorms:
         finally:
             self.passes.now = None
 
-    @contextmanager
-    def of_script(self, model: nn.Module, n_rows: int) -> Iterator[None]:
-        """A step of a script, which calls the model by itself: with all samples of its batch, as
-        often as it likes, or with some after others."""
+    def of_call(self, call: ModelCall) -> AbstractContextManager[None]:
+        """A script's call of its model."""
         if not self.norms:
-            yield
-            return
-        at = 0
-
-        def enters(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal at
-            given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim)
-            n = len(next(given, range(n_rows)))
-            if at + n > n_rows:
-                raise ProgramError(
-                    f"run.model was called with {n} samples behind {at} of {n_rows}; with "
-                    "BatchNorm call it with the whole batch, or with parts of it in their order"
-                )
-            self.passes.now, at = NormPass(at, n), (at + n) % n_rows
-
-        def leaves(*_: Any) -> None:
-            self.passes.now = None
-
-        hooks = [
-            model.register_forward_pre_hook(enters, with_kwargs=True),
-            model.register_forward_hook(leaves, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            self.passes.now = None
-            for hook in hooks:
-                hook.remove()
-        if at:
+            return nullcontext()
+        if call.rows is None:
             raise ProgramError(
-                f"run.model was called with {at} of the {n_rows} samples of the batch; with "
-                "BatchNorm call it with all of them"
+                f"run.model was called with {call.n} samples behind {call.first} of {call.n_rows}; "
+                "with BatchNorm call it with the whole batch, or with parts of it in their order"
+            )
+        return self.passing(call.rows)
+
+    def check_all(self, calls: ModelCalls) -> None:
+        """Of a script's step. Raises ProgramError where samples are missing."""
+        if self.norms and calls.first:
+            raise ProgramError(
+                f"run.model was called with {calls.first} of the {calls.n_rows} samples of the "
+                "batch; with BatchNorm call it with all of them"
             )
 
     @torch.no_grad()
