@@ -271,6 +271,7 @@ class JobRun:
             saves_in_any=True,
             leaves_out=True,
             begins_anew=True,
+            waits_to_save=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:
