@@ -67,7 +67,7 @@ class Space:
         ranks, or than fill a pipeline."""
         found, replicas = [], int(self.pins.get("dp_replicate", 1))
         enough, most_dp = self.n_units, 1 if self.model.no_dp else world
-        for tp, cp in ((tp, cp) for tp in self.tps() for cp in self.cps(tp)):
+        for tp, cp in ((t, c) for t in self.tps() for c in self.cps(t)):
             ranks, odd = divmod(world, tp * cp * replicas)
             for pp in self.pps(world // (tp * cp)) if ranks and not odd else ():
                 if ranks % pp:

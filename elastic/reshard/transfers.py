@@ -129,7 +129,5 @@ def holders_of(
     for holding in resume.holdings:
         if 0 <= (rank := holding.rank) < len(keys):
             held.setdefault(keys[rank], []).append(index[holding.worker])
-    found = {
-        key: tuple(dict.fromkeys(who) if len(who) > 1 else who) for key, who in held.items()
-    }
+    found = {key: tuple(dict.fromkeys(who) if len(who) > 1 else who) for key, who in held.items()}
     return {rank: found.get(key, ()) for rank, key in enumerate(keys)}

@@ -153,9 +153,7 @@ class Layout:
         parts = [f"{axis}={said[axis]}" for axis in NAMED_AXES if said[axis] > 1]
         parts = parts or ["dp_shard=1"]
         parts += [
-            f"{name}={_word(said[name])}"
-            for name, plain in _PLAIN_OPTIONS
-            if said[name] != plain
+            f"{name}={_word(said[name])}" for name, plain in _PLAIN_OPTIONS if said[name] != plain
         ]
         return ",".join(parts)
 
