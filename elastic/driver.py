@@ -6,6 +6,7 @@ no policy: `decide` is an argument.
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import threading
@@ -35,6 +36,7 @@ LOOK_S = 1.0  # on a real clock, how long a signal may wait until the loop sees 
 LINE_EVERY_S = 60.0  # at least, while nodes are paid for: a driver that follows knows for how long
 LEAST_WAIT_S = 0.001  # between two looks without news
 AWAY_EVERY_S = 10.0
+COLLECT_EVERY = 20_000  # new objects; a look at thousands of workers makes tens of thousands
 TEXT_MOST = 300  # characters of what storage said
 
 
@@ -328,6 +330,20 @@ def _poll(
     except KeyboardInterrupt:
         asked.append("interrupted")
         return []
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Garbage is looked for less often than Python does by itself, and never in what is there
+    already: with Ray and torch that takes 0.2 s of a decision now and then."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(COLLECT_EVERY, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import signal
@@ -13,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from elastic.driver import LINE_EVERY_S, drive, restored, stop_signals
+from elastic.driver import (
+    COLLECT_EVERY,
+    LINE_EVERY_S,
+    drive,
+    restored,
+    seldom_collected,
+    stop_signals,
+)
 from elastic.errors import LostContact, StateLost, StorageFull
 from elastic.ledger.journal import Journal, MemoryJournal, read
 from elastic.policy.state.fold import State
@@ -555,3 +563,12 @@ def test_what_fails_at_the_end_does_not_hide_what_ended_the_run() -> None:
 
     with pytest.raises(OSError, match="cluster is gone"):
         drive(Worse(), MemoryJournal(), start())
+
+
+def test_garbage_is_looked_for_seldom_while_a_run_lasts_and_as_before_afterwards() -> None:
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    with pytest.raises(KeyError), seldom_collected():
+        assert gc.get_threshold() == (COLLECT_EVERY, *before[1:])
+        assert gc.get_freeze_count() > frozen, "what is there already is not looked at"
+        raise KeyError
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0

@@ -74,6 +74,7 @@ def simulate_drill(
         expects_measured=True,
         leaves_out=True,
         begins_anew=True,
+        waits_to_save=True,
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

@@ -253,12 +253,15 @@ def _larger(found: Candidate, search: LayoutSearch) -> list[str]:
 
 
 def _simpler(found: Candidate, search: LayoutSearch) -> list[str]:
-    def size(layout: Layout) -> tuple[int, int]:
-        return cut(layout), n_options(layout)
+    cuts, options = cut(found.layout), n_options(found.layout)
 
-    said = [f"{one}: {why}" for one, why in search.rejected if size(one) < size(found.layout)]
+    def simpler(layout: Layout) -> bool:
+        n = cut(layout)
+        return n < cuts or (n == cuts and n_options(layout) < options)
+
+    said = [f"{one}: {why}" for one, why in search.rejected if simpler(one)]
     plain = search.simplest
-    if plain is not None and search.every.known and size(plain.layout) < size(found.layout):
+    if plain is not None and search.every.known and simpler(plain.layout):
         seconds = f"{plain.cost.step_s:.3g} s, not {found.cost.step_s:.3g} s"
         said.append(f"{plain.layout}: a step would take {seconds}")
     return list(dict.fromkeys(said))

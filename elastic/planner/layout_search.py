@@ -201,7 +201,7 @@ class LayoutSearch:
         """Where replicas must lie within a zone each, one for each number of them that goes, the
         fewest first."""
         room, tight = bool(there.memory_bytes), bool(there.memory_bytes or self.too_large)
-        space = Space.of(self.model, self.job, there.nodes, roomy=room, tight=tight)
+        space = Space.of(self.model, self.job, there.sizes, roomy=room, tight=tight)
         if not there.zones:
             yield space
             return

@@ -3,14 +3,14 @@ then their kinds (replicas, ZeRO stage, schedule), then how much is kept and com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter, ne
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.hetero import hetero_shares
-from elastic.types import Job, Layout, ModelProfile, Node
+from elastic.types import Job, Layout, ModelProfile
 from elastic.types.replacing import replace
 
 MOST_VIRTUAL = 4  # pipeline stages per rank
@@ -49,9 +49,9 @@ class Space:
 
     @classmethod
     def of(
-        cls, model: ModelProfile, job: Job, nodes: Sequence[Node], *, roomy: bool, tight: bool
+        cls, model: ModelProfile, job: Job, sizes: tuple[int, ...], *, roomy: bool, tight: bool
     ) -> Space:
-        sizes = tuple(sorted({node.gpus for node in nodes}))
+        """On nodes of these sizes."""
         unequal = bool(job.microbatch_tokens)  # samples of unequal length
         no_cp = bool(job.compile or job.script or unequal)
         no_tp = bool(job.float8 or (job.compile and unequal))
@@ -61,32 +61,24 @@ class Space:
             tight and known,
         )  # fmt: skip
 
-    @classmethod
-    def on(cls, model: ModelProfile, job: Job, sizes: tuple[int, ...]) -> Space:
-        """On nodes of these sizes, whose memory is known."""
-        return cls.of(
-            model, job, [Node(f"n{size}", "", size) for size in sizes], roomy=True, tight=True
-        )
-
     def shapes(self, world: int) -> Iterator[Layout]:
         """Layouts of that many ranks, those that cut least first; replicas only where they are
         pinned. Left out, but for the plain one, are those with fewer samples than data-parallel
         ranks, or than fill a pipeline."""
         found, replicas = [], int(self.pins.get("dp_replicate", 1))
-        sizes = [
-            (tp, pp, cp)
-            for tp in self.tps()
-            for cp in self.cps(tp)
-            for pp in self.pps(world // (tp * cp))
-        ]
-        for tp, pp, cp in sizes:
-            dp_shard, odd = divmod(world, tp * pp * cp * replicas)
-            enough = dp_shard * replicas * pp <= self.n_units or tp * pp * cp == 1
-            whole = not self.model.no_dp or dp_shard * replicas == 1
-            if not odd and dp_shard and enough and whole and self._open("dp_shard", dp_shard):
-                found.append((tp * pp * cp, tp, pp, cp, dp_shard))
+        enough, most_dp = self.n_units, 1 if self.model.no_dp else world
+        for tp, cp in ((t, c) for t in self.tps() for c in self.cps(t)):
+            ranks, odd = divmod(world, tp * cp * replicas)
+            for pp in self.pps(world // (tp * cp)) if ranks and not odd else ():
+                if ranks % pp:
+                    continue
+                dp_shard = ranks // pp
+                fed = ranks * replicas <= enough or tp * pp * cp == 1
+                if fed and dp_shard * replicas <= most_dp and self._open("dp_shard", dp_shard):
+                    found.append((tp * pp * cp, tp, pp, cp, dp_shard))
+        pinned = Layout(**self.pins)
         for _, tp, pp, cp, dp_shard in sorted(found):
-            yield Layout(**{**self.pins, "tp": tp, "pp": pp, "cp": cp, "dp_shard": dp_shard})
+            yield replace(pinned, tp=tp, pp=pp, cp=cp, dp_shard=dp_shard)
 
     def kinds(self, shape: Layout) -> Iterator[Layout]:
         """The shape as it is, then with replicas of one or more nodes, with other ZeRO stages,
@@ -163,7 +155,8 @@ class Space:
     def pps(self, world: int) -> Iterator[int]:
         stages = self.model.pipeline and not self.model.no_pp
         most = max(1, min(self.model.n_blocks, world)) if stages else 1
-        yield from (pp for pp in range(1, most + 1) if self._open("pp", pp))
+        pinned = int(self.pins.get("pp", 0))
+        yield from range(pinned or 1, min(pinned or most, most) + 1)
 
     def cps(self, tp: int) -> Iterator[int]:
         sample, most = self.model.sample, max(self.node_sizes, default=0) // tp

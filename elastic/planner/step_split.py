@@ -40,8 +40,8 @@ def check_axes(model: ModelProfile, job: Job, layout: Layout) -> None:
         raise InfeasiblePlan(
             f"tp={layout.tp} goes with compile: true or with microbatch_tokens, not with both"
         )
-    for axis in ("cp", "ep"):
-        if (n := getattr(layout, axis)) > 1 and job.compile:
+    for axis in ("cp", "ep") if job.compile else ():
+        if (n := getattr(layout, axis)) > 1:
             raise InfeasiblePlan(f"{axis}={n} does not go with compile: true")
     if layout.pp > 1 and job.microbatch_tokens:
         raise InfeasiblePlan(
@@ -53,8 +53,7 @@ def check_axes(model: ModelProfile, job: Job, layout: Layout) -> None:
         raise InfeasiblePlan(
             f"pp={layout.pp}, but this program cannot be spread over pipeline stages"
         )
-    if layout.n_stages > 1:
-        hetero_shares.stage_layers(model.n_blocks, layout.n_stages)
+    hetero_shares.check_stages(model.n_blocks, layout.n_stages)
     unit = max(1, model.together)
     if layout.dp > job.global_batch // unit:
         of = f"groups of {unit} samples (batch_norm)" if unit > 1 else "samples"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from elastic.policy import restarts
 from elastic.policy.copies import recovery
-from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, removal
+from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, removal, tried_until_s
 from elastic.policy.faults import retries
 from elastic.policy.pools import limits
 from elastic.policy.state.state import State, StopWish
 from elastic.types import AUTO, Abort, Decision, Quiesce, Stop
 from elastic.types.replacing import replace
 
+AGAIN_MOST_S = 60.0  # between two tries to store the last checkpoint
 LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has made progress last
 
 
@@ -134,19 +135,21 @@ def finishing(state: State, now_s: float) -> Decision:
             f"{away(state)}",
         )
     if bad is not None and bad.step >= state.steps:
-        if state.copy_failures >= COPY_TRIES:
-            return stop(
-                "failed",
-                f"the copy of the last step could not be stored in {COPY_TRIES} tries: "
-                f"{bad.reason}",
-            )
-        again_s = state.copy_failed_at_s + COPY_WAIT_S
+        tries, until_s = state.copy_failures, tried_until_s(state)
+        waits = f" for {state.job.orphan_lease_s:.0f} s (orphan_lease_s)" if until_s else ""
+        wait_s = min(AGAIN_MOST_S, COPY_WAIT_S * 2 ** max(0, tries - COPY_TRIES))
+        again_s = state.copy_failed_at_s + wait_s
+        if tries >= COPY_TRIES and again_s >= until_s:
+            text = f"the copy of the last step could not be stored in {tries} tries{waits}"
+            return stop("failed", f"{text}: {bad.reason}")
         text = f"the copy of the last step was not stored ({bad.reason})"
         if now_s < again_s:
-            return Decision((), f"{text}: retried in {COPY_WAIT_S:.0f} s", again_s)
+            more = f", and so on{waits}" if waits else ""
+            return Decision((), f"{text}: retried in {wait_s:.0f} s{more}", again_s)
         if bad.generation == state.generation:
             return Decision((Abort(state.generation),), f"{text}: retried")
-    bound_s = max(state.last_step_at_s, state.busy_at_s) + LAST_COPY_MOST_S
+    begun_s = state.entered_at_s if tried_until_s(state) else 0.0
+    bound_s = max(state.last_step_at_s, state.busy_at_s, begun_s) + LAST_COPY_MOST_S
     if now_s < bound_s:
         return Decision(
             (),

@@ -13,8 +13,7 @@ from elastic.reshard.pieces import Held, Ints, Overlaps, Side, StageBundles, Ten
 from elastic.reshard.routes import Holdings, routed, runs, spread
 from elastic.types import DTYPE_BYTES
 
-# pairs of nodes, up to which each has a place in a table; and per part that is moved
-DENSE_MOST, DENSE_TIMES = 1 << 22, 16
+DENSE = 4  # pairs of nodes for each key, up to which every pair has a place in a table
 
 
 class Flows:
@@ -50,7 +49,7 @@ class Flows:
     def links(self) -> tuple[Ints, Ints, Ints]:
         """Senders' nodes, receivers' nodes, bytes between them, in order."""
         keys, n_bytes = (np.concatenate(column) for column in zip(*self._links, strict=True))
-        if self.n_nodes**2 > min(DENSE_MOST, DENSE_TIMES * len(keys)):
+        if self.n_nodes**2 > DENSE * len(keys):
             order = keys.argsort()
             keys, n_bytes = keys[order], n_bytes[order]
             first = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])

@@ -123,11 +123,11 @@ def holders_of(
     """Rank of the old layout -> participants that hold its boxes (its own, or equal ones of a
     replica, unless they are `alone`: see replica_key)."""
     assert resume.layout is not None
-    index = {worker: i for i, worker in enumerate(everyone)}
+    index = dict(zip(everyone, range(len(everyone))))
     keys = replica_keys(resume.layout, alone)
-    held: dict[int, list[int]] = {key: [] for key in keys}
+    held: dict[int, list[int]] = {}
     for holding in resume.holdings:
-        if 0 <= holding.rank < len(keys):
-            held[keys[holding.rank]].append(index[holding.worker])
-    found = {key: tuple(dict.fromkeys(who)) for key, who in held.items()}
-    return {rank: found[key] for rank, key in enumerate(keys)}
+        if 0 <= (rank := holding.rank) < len(keys):
+            held.setdefault(keys[rank], []).append(index[holding.worker])
+    found = {key: tuple(dict.fromkeys(who) if len(who) > 1 else who) for key, who in held.items()}
+    return {rank: found.get(key, ()) for rank, key in enumerate(keys)}

@@ -37,7 +37,8 @@ class DriverStarted(Event):
     enter (else in one that the job allows): likewise. `leaves_out`: of nodes that reach the driver
     and not each other some are left out (else attempts to meet end the run): likewise.
     `begins_anew`: a run that stores checkpoints and has lost its state before the first one begins
-    anew, whatever that costs (else it ends, where that is much): likewise.
+    anew, whatever that costs (else it ends, where that is much): likewise. `waits_to_save`: the
+    checkpoint of the last step is tried for `orphan_lease_s` (else a few times): likewise.
     """
 
     run: str
@@ -58,6 +59,7 @@ class DriverStarted(Event):
     saves_in_any: bool = False
     leaves_out: bool = False
     begins_anew: bool = False
+    waits_to_save: bool = False
 
 
 @dataclass(frozen=True)

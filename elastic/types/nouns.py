@@ -151,16 +151,16 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        parts = [
-            f"{axis}={getattr(self, axis)}" for axis in NAMED_AXES if getattr(self, axis) > 1
-        ] or ["dp_shard=1"]
-        plain = Layout()
+        said = vars(self)
+        parts = [f"{axis}={said[axis]}" for axis in NAMED_AXES if said[axis] > 1]
+        parts = parts or ["dp_shard=1"]
         parts += [
-            f"{name}={_word(value)}"
-            for name in LAYOUT_OPTIONS
-            if (value := getattr(self, name)) != getattr(plain, name)
+            f"{name}={_word(said[name])}" for name, plain in _PLAIN_OPTIONS if said[name] != plain
         ]
         return ",".join(parts)
+
+
+_PLAIN_OPTIONS = tuple((name, getattr(Layout, name)) for name in LAYOUT_OPTIONS)
 
 
 def parse_layout(text: str, options: Mapping[str, Any] | None = None) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from elastic.types.nouns import Layout
 
@@ -222,7 +223,7 @@ class ModelProfile:
         later = {name for unit in self.flow if unit.place >= block for name in unit.needs}
         return tuple(name for name in before if name in later)
 
-    @property
+    @cached_property
     def closed(self) -> dict[str, str]:
         """Axes that may not have more than one rank, and why."""
         axes = {
@@ -234,10 +235,10 @@ class ModelProfile:
     def refusal(self, layout: Layout) -> str:
         """Why the layout does not compute what the whole model does: `no pp: ...`, or why its ranks
         cannot have equal shares of the experts; '' = nothing is known against it."""
-        found = (
-            f"no {axis}: {why}" for axis, why in self.closed.items() if getattr(layout, axis) > 1
-        )
-        return next(found, "") or self._uneven_experts(layout)
+        for axis, why in self.closed.items():
+            if getattr(layout, axis) > 1:
+                return f"no {axis}: {why}"
+        return self._uneven_experts(layout)
 
     def _uneven_experts(self, layout: Layout) -> str:
         ep, ranks = layout.ep, layout.dp_shard * layout.cp

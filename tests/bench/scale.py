@@ -19,7 +19,6 @@ workers, under the real driver loop, backend and journal (scale_cluster.py).
 from __future__ import annotations
 
 import cProfile
-import gc
 import io
 import pickle
 import pstats
@@ -37,7 +36,7 @@ import scale_cluster
 import scale_groups
 from trial import Clock
 
-from elastic.driver import drive
+from elastic.driver import drive, seldom_collected
 from elastic.ledger.journal import MemoryJournal
 from elastic.planner.published import known_decoders
 from elastic.policy.decide import decide
@@ -318,7 +317,11 @@ MEASURES = {
 
 
 def measure(clock: Clock, parts: list[str], smoke: bool, profiled: bool = False) -> dict[str, Any]:
-    gc.freeze()  # as a driver does, so that no look takes what a whole collection does
+    with seldom_collected():  # as a driver does, so that no look takes what a collection does
+        return _measure(clock, parts, smoke, profiled)
+
+
+def _measure(clock: Clock, parts: list[str], smoke: bool, profiled: bool) -> dict[str, Any]:
     profile, found = model(), {}
     measures = MEASURES | {
         "decisions": partial(decisions, profiled=profiled),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.e2e.shell import PROGRAMS, Shell, last_line
@@ -14,7 +15,8 @@ from support.waiting import until
 
 from elastic.ledger.journal import read
 from elastic.ledger.lease import Times
-from elastic.types import StepDone
+from elastic.policy.copies.retention import COPY_TRIES
+from elastic.types import CopyFailed, DriverStarted, StepDone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
@@ -96,3 +98,37 @@ def test_a_full_disk(shell: Shell, small_disk: Path, room_again: bool) -> None:
     code, out, err = shell.call("run", name, "--run-name", "full", "--json")
     assert code == 0, err
     assert last_line(out)["samples_exact"] is True
+
+
+def test_a_disk_without_room_for_the_last_checkpoint(shell: Shell, small_disk: Path) -> None:
+    """Lines of the journal still fit. It is tried more often than three times, and no step is done
+    twice."""
+    name = shell.job(
+        steps=20, storage=str(small_disk), durable_every=10,
+        program=str(PROGRAMS / "tiny_slow.py"),
+    )  # fmt: skip
+    run = small_disk / "late"
+    journal = run / "journal.jsonl"
+    process = shell.start("run", name, "--run-name", "late", "--json")
+
+    def events(kind: type) -> list[Any]:
+        return [e for line in read(journal) for _, e in line.events if isinstance(e, kind)]
+
+    try:
+        until(lambda: [*run.glob("checkpoints/*/commit.json")] != [], what="the first checkpoint")
+        waste = fill(small_disk)
+        with waste.open("ab") as file:
+            file.truncate(waste.stat().st_size - (96 << 10))
+        until(
+            lambda: len([e for e in events(CopyFailed) if e.step == 20]) > COPY_TRIES,
+            what="more tries than that", within_s=240.0,
+        )  # fmt: skip
+        waste.unlink()
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "Traceback" not in err, (out, err)
+    assert [e.step for e in events(StepDone)] == [*range(1, 21)]
+    assert len(events(DriverStarted)) == 1
+    reasons = [line.decision.reason for line in read(journal) if line.decision is not None]
+    assert any("and so on for 900 s (orphan_lease_s)" in reason for reason in reasons)

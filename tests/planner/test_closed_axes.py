@@ -58,7 +58,7 @@ def test_auto_never_uses_it(axis: str, sizes: tuple[int, ...]) -> None:
     for world in range(1, 9):
         assert all(
             getattr(shape, axis) == 1
-            for shape in Space.of(model, job(), nodes(8), roomy=True, tight=True).shapes(world)
+            for shape in Space.of(model, job(), (8,), roomy=True, tight=True).shapes(world)
         )
 
 

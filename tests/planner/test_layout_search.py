@@ -160,7 +160,7 @@ def test_a_token_budget_takes_no_pipeline() -> None:
         match="pp=2 needs micro-batches of one shape, which microbatch_tokens does not give",
     ):
         plan_layout(MODEL, job(layout="pp=2", microbatch_tokens=64), nodes(2))
-    two = MODEL.__class__(**{**vars(MODEL), "tp_limit": 1})
+    two = replace(MODEL, tp_limit=1)
     with pytest.raises(InfeasiblePlan, match="which microbatch_tokens does not give"):
         plan_layout(
             two,

@@ -100,6 +100,8 @@ def check_spell(
     )
     if moment in ("step", "plan change"):  # it ends in the midst of the run
         assert times == pytest.approx(usual, abs=0.01), (case, "no step waits for storage")
+    if moment == "end" and lasts_s <= simulated.Job().orphan_lease_s:
+        assert len(times) == len(usual), (case, "no step is done twice")
     if moment == "start":  # the first plan may: it begins from nothing
         assert times[-1] <= usual[-1] + lasts_s, case
     away_s = simulated.account(played.lines).totals.storage_away_s

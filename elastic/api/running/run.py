@@ -3,7 +3,6 @@ loop, writes the report."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import time
@@ -28,7 +27,7 @@ from elastic.config.job import JobSpec
 from elastic.config.pool_checks import check_budget, check_fit, fed
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
-from elastic.driver import Backend, drive, restored
+from elastic.driver import Backend, drive, restored, seldom_collected
 from elastic.errors import SpecError, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
@@ -187,10 +186,7 @@ class JobRun:
             observers.start(before, lease.epoch)
             stack.callback(observers.close)  # before what they look at
             self._watch(stack)
-            # what is there already is never looked at again: with Ray and torch that takes 0.2 s of
-            # a decision now and then
-            gc.freeze()
-            stack.callback(gc.unfreeze)
+            stack.enter_context(seldom_collected())
             last = drive(backend, journal, start, state=state, found=self._damaged)
         return self._result(last)
 
@@ -269,6 +265,7 @@ class JobRun:
             saves_in_any=True,
             leaves_out=True,
             begins_anew=True,
+            waits_to_save=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

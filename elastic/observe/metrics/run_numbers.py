@@ -82,12 +82,12 @@ class RunNumbers:
         kinds = {pool.name: pool.accelerator_type for pool in state.pools}
         peaks = {one.accelerator_type: one.peak(state.job.precision) for one in state.hardware}
         peak = 0.0
-        for worker in plan.ranks:
-            node = state.nodes.get(worker.node_id)
+        for node_id, n_workers in plan.workers_per_node.items():
+            node = state.nodes.get(node_id)
             each = peaks.get(kinds.get(node.pool, "")) if node is not None else None
             if not each:
                 return None
-            peak += each
+            peak += n_workers * each
         return sample.flop * state.job.global_batch / done.step_time_s / peak
 
     @property

@@ -4,7 +4,7 @@ Integers only."""
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from heapq import heapify, heappop, heapreplace
@@ -61,14 +61,19 @@ def stage_layers(
     """Blocks per stage, as equal as possible; the earlier stages take one more (the last one also
     has the head). `loads`: what each block takes, where they are not alike, and `ends` what the
     head does: the slowest stage is then as fast as it can be."""
-    if not 1 <= n_stages <= max(1, n_blocks):
-        raise InfeasiblePlan(
-            f"{n_stages} pipeline stages need at least {n_stages} blocks, the model has {n_blocks}"
-        )
+    check_stages(n_blocks, n_stages)
     if loads and n_stages > 1:
         return balanced(loads, n_stages, ends)
     base, more = divmod(n_blocks, n_stages)
     return tuple(base + (stage < more) for stage in range(n_stages))
+
+
+def check_stages(n_blocks: int, n_stages: int) -> None:
+    """Raises InfeasiblePlan where there are too few blocks."""
+    if not 1 <= n_stages <= max(1, n_blocks):
+        raise InfeasiblePlan(
+            f"{n_stages} pipeline stages need at least {n_stages} blocks, the model has {n_blocks}"
+        )
 
 
 def blocks_at(layout: Layout, layers: Sequence[int]) -> list[int]:
@@ -111,7 +116,9 @@ def microbatches(global_batch: int, layout: Layout, together: int = 1) -> int:
     """
     dp, unit = layout.dp, max(1, together)
     n_units, of = global_batch // unit, f" in groups of {unit}" if unit > 1 else ""
-    found = _dividing(n_units, dp, layout.pp, n_stages=layout.n_stages)
+    found = _feeding(n_units, dp)
+    if (n_stages := layout.n_stages) > layout.pp:
+        found = tuple(d for d in found if grid.fills_rounds(layout.pp, n_stages, d))
     if not together:
         found = tuple(n for n in found if n == 1)  # all that a rank has, at once
     if not found:
@@ -121,12 +128,12 @@ def microbatches(global_batch: int, layout: Layout, together: int = 1) -> int:
         )
     if layout.microbatch_size:
         most = layout.microbatch_size // unit * dp
-        fewest = bisect_left(found, -most, key=lambda d: -(n_units // d))
+        fewest = bisect_left(found, -(-n_units // most)) if most else len(found)
         if fewest == len(found):
             raise InfeasiblePlan(
                 f"microbatch_size={layout.microbatch_size}: no number of microbatches divides "
                 f"{global_batch} samples{of} over "
-                f"{layout.dp} data-parallel ranks into pieces of at most that size"
+                f"{dp} data-parallel ranks into pieces of at most that size"
             )
         return found[fewest]
     if layout.pp == 1:
@@ -135,14 +142,10 @@ def microbatches(global_batch: int, layout: Layout, together: int = 1) -> int:
 
 
 @lru_cache(4096)
-def _dividing(global_batch: int, dp: int, pp: int, *, n_stages: int) -> tuple[int, ...]:
-    """Numbers of microbatches that divide the batch, feed each rank and fill a pipeline's rounds;
-    rising."""
-    return tuple(
-        d
-        for d in divisors(global_batch)
-        if global_batch // d >= dp and grid.fills_rounds(pp, n_stages, d)
-    )
+def _feeding(n_units: int, dp: int) -> tuple[int, ...]:
+    """Numbers of microbatches that divide the batch and feed each rank; rising."""
+    found = divisors(n_units)
+    return found[: bisect_right(found, n_units // dp)]
 
 
 def most_that(fits: Callable[[int], bool], limit: int) -> int:

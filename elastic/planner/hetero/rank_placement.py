@@ -16,7 +16,7 @@ from elastic.types import Layout, Node, WorkerId
 CLEAR = 0.05  # by which rates must differ to count as different
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # thousands are made at once: not frozen
 class Slot:
     """A tp x cp group: workers of one node, as fast as the slowest of them."""
 

@@ -3,6 +3,7 @@ infrastructure."""
 
 from __future__ import annotations
 
+from elastic.policy.copies.retention import tried_until_s
 from elastic.policy.faults import unreached
 from elastic.policy.faults.refused_layouts import unusable_layouts
 from elastic.policy.state.state import State
@@ -42,7 +43,7 @@ def gave_up(state: State) -> str:
     if failure is None:
         return ""
     most = SCRIPTS_MOST if state.job.restarted else INFRASTRUCTURE_MOST
-    waits = failure.at_s < unreached.waited_until_s(state)
+    waits = failure.at_s < max(unreached.waited_until_s(state), tried_until_s(state))
     if failure.cause == "infrastructure" and state.retries >= most and not waits:
         tried = f"{state.retries} attempts in a row made no progress past step {state.best_step}"
         parts = (tried, unreached.waited_for(state), f"the last one: {failure.reason}")

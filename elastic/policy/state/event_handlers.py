@@ -118,7 +118,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "expects_measured": event.expects_measured, "spends_slack": event.spends_slack,
         "dates_budget": event.dates_budget, "bounds_deaths": event.bounds_deaths,
         "saves_in_any": event.saves_in_any, "leaves_out": event.leaves_out,
-        "begins_anew": event.begins_anew,
+        "begins_anew": event.begins_anew, "waits_to_save": event.waits_to_save,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:

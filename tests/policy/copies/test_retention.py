@@ -14,7 +14,8 @@ from elastic.errors import StateLost
 from elastic.policy.copies.recovery import newest
 from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, kept, removal, retention
 from elastic.policy.decide import decide
-from elastic.policy.state.fold import fold
+from elastic.policy.faults import retries
+from elastic.policy.state.fold import Aborting, Failure, fold
 from elastic.policy.state.state import State
 from elastic.types import (
     Abort,
@@ -178,6 +179,40 @@ def test_the_copy_of_the_last_step_is_tried_again_and_then_fails_the_run() -> No
         stop.reason
         == "the copy of the last step could not be stored in 3 tries: rank 0: the disk is full"
     )
+
+
+def test_the_last_step_is_saved_as_long_as_the_orphan_lease_lasts() -> None:
+    """A disk that is full for 20 minutes, each try a generation: less and less often."""
+    full, tries = "rank 0: No space left on device", [100.0]
+    now = replace(state([50]), step=1000, last_step_at_s=100.0, waits_to_save=True)
+    while True:
+        now = fold(now, CopyFailed(now.generation, 1000, full), tries[-1])
+        found = decide(now, tries[-1])
+        if found.actions:
+            break
+        assert "and so on for 900 s (orphan_lease_s)" in found.reason
+        assert found.wake_at_s is not None
+        assert decide(now, found.wake_at_s).actions == (Abort(now.generation),)
+        late = Failure("infrastructure", "aborted", found.wake_at_s)
+        begun = Aborting(now.generation, found.wake_at_s, frozenset(), late)
+        assert not retries.gave_up(replace(now, aborting=begun, retries=99))
+        tries.append(found.wake_at_s)
+        generation = now.generation + 1
+        now = replace(
+            now, generation=generation, plan=replace(PLAN, generation=generation),
+            entered_at_s=tries[-1],
+        )  # fmt: skip
+        assert not decide(now, tries[-1] + 119.0).actions, "each try has its time"
+    waits = [b - a for a, b in zip(tries, tries[1:])]
+    assert waits[:6] == [5.0, 5.0, 5.0, 10.0, 20.0, 40.0] and {*waits[6:]} == {60.0}
+    assert 940.0 <= tries[-1] < 1000.0
+    (stop,) = found.actions
+    assert isinstance(stop, Stop) and stop.outcome == "failed"
+    told = f"in {len(tries)} tries for 900 s (orphan_lease_s): {full}"
+    assert stop.reason == f"the copy of the last step could not be stored {told}"
+    late = Failure("infrastructure", "aborted", 1001.0)
+    begun = Aborting(now.generation, 1001.0, frozenset(), late)
+    assert "no progress" in retries.gave_up(replace(now, aborting=begun, retries=99))
 
 
 # -------------------------------------------------------------------------- copies that are damaged

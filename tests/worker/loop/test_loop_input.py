@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -322,21 +323,22 @@ def test_what_comes_after_the_loop_runs_and_does_not_fail_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     done = tmp_path / "done"
-    train_script_alone(
-        script(
-            tmp_path,
-            GOOD
-            + (
-                "from pathlib import "
-                f"Path\nPath({str(done)!r}).write_text(str(run.step_index))\n1 / 0\n"
-            ),
-        ),
-        [],
-        0,
-        3,
-    )
+    writes = f"import pathlib\npathlib.Path({str(done)!r}).write_text(str(run.step_index))\n"
+    train_script_alone(script(tmp_path, f"{GOOD}{writes}1 / 0\n"), [], 0, 3)
     assert done.read_text() == "2"
     assert "after its loop" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["in", "after"])
+def test_what_an_error_of_a_script_says_is_written_without_its_secrets(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    fails = 'raise ValueError("no login with --hf-token zq7-" + "planted")'
+    text = body(fails) if where == "in" else f"{GOOD}{fails}\n"
+    with pytest.raises(ProgramError) if where == "in" else nullcontext():
+        train_script_alone(script(tmp_path, text), [], 0, 3)
+    said = capsys.readouterr().err if where == "in" else caplog.text
+    assert "ValueError: no login with --hf-token ***" in said and "zq7-planted" not in said
 
 
 def test_a_loop_outside_of_a_script_job(tmp_path: Path) -> None:
