@@ -150,7 +150,7 @@ def of_job(
     notes: tuple[str, ...] = () if "pools" in data else (OWN_POOLS,)
     pools = tuple(pool.pool() for pool in spec.pools)
     # beside the trace
-    comparison = LayoutCheck(asked_of(spec, pools, program), sys.stderr) if check else None
+    comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None
     with closing(comparison or ExitStack()):
         first, *later = (
             _of_spec(each, program, where, notes=notes, comparison=comparison)

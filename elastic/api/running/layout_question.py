@@ -140,8 +140,8 @@ class LayoutCheck:
             command = ["elastic.cluster.workers.train_function", str(here / "function")]
         with open(here / "asked") as question, open(here / "said", "w") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *command, str(here / "found")], stdin=question, stdout=said, stderr=said, env=environment,
-                start_new_session=True,
+                [sys.executable, "-m", *command, str(here / "found")], stdin=question,
+                stdout=said, stderr=said, env=environment, start_new_session=True,
             )  # fmt: skip
 
     def result(self, most_s: float = MOST_S) -> Verdict | None:

@@ -131,8 +131,11 @@ def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
     own = with_job(own, job)
     asked = replace(asked, job=replace(job, script=None))
     found = _compared(asked, own, trace(own), batch=batch, found=Verdict())
-    said = found.structure.no_tp.replace(OF_LOSS, OF_OUTPUTS).replace("Program.tp", "its tp=")
-    return replace(found, structure=replace(found.structure, no_tp=said))
+    no_tp, *notes = (
+        text.replace(OF_LOSS, OF_OUTPUTS).replace("Program.tp", "its tp=")
+        for text in (found.structure.no_tp, *found.structure.notes)
+    )
+    return replace(found, structure=replace(found.structure, no_tp=no_tp, notes=tuple(notes)))
 
 
 def _of_program(asked: CheckRequest) -> Verdict:

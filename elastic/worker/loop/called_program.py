@@ -1,8 +1,8 @@
-"""A script's program as one with inputs and a loss: those of a call that its loop makes of its model,
-and a number that every value of what the model gives counts in.
+"""A script's program as one with inputs and a loss: those of a call that its loop makes of its
+model, and a number that every value of what the model gives counts in.
 
-The loss of a loop is its own, and nobody but its body can compute it. Whether a layout computes what
-one process does is told by what the model gives, and by the gradients that come from there.
+The loss of a loop is its own, and nobody but its body can compute it. Whether a layout computes
+what one process does is told by what the model gives, and by the gradients that come from there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from elastic.worker.loop.loop_model import mapped
 from elastic.worker.program.calls import Batch, ModelCall, tensors_in
 from elastic.worker.program.loop_program import LoopProgram
 
+LOW = (torch.float16, torch.bfloat16)
 GOLDEN = 0.6180339887498949  # multiples of it, without their whole parts, are spread evenly
 LEFT_OUT = ("dataset", "validation", "metrics", "log", "evaluate", "sample", "lr_factor", "files")
 
@@ -41,7 +42,8 @@ def called_program(program: LoopProgram, call: ModelCall) -> tuple[Program, Batc
 
     def keep(x: Tensor) -> _Slot:
         slot = _Slot(str(len(batch)), not (x.ndim and len(x) == call.n))
-        x = x.detach().clone()
+        # as the weights that it meets
+        x = x.detach().to(torch.float32 if x.dtype in LOW else x.dtype, copy=True)
         # a batch is cut by rows
         batch[slot.key] = x.expand(call.n, *x.shape) if slot.whole else x
         return slot
@@ -107,8 +109,9 @@ def weighed(output: Any, batch: Any) -> Tensor:
         x = torch.view_as_real(x) if x.is_complex() else x
         if x.is_floating_point() and x.numel():
             at = torch.arange(x.numel(), dtype=torch.float64, device=x.device).view(x.shape)
-            weight = (at * GOLDEN).frac().add(0.5).to(x.dtype)
-            terms.append((weight * (x + x.square() / 2)).sum())
+            x = x.double()  # many add up
+            terms.append(((at * GOLDEN).frac().add(0.5) * (x + x.square() / 2)).sum())
     if not terms:
-        raise ProgramError(f"run.model(...) gives no numbers that are found (a {type(output).__name__})")
-    return torch.stack([one.to(terms[0].dtype) for one in terms]).sum()
+        kind = type(output).__name__
+        raise ProgramError(f"run.model(...) gives no numbers that are found (a {kind})")
+    return torch.stack(terms).sum()

@@ -39,6 +39,8 @@ from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
 log = logging.getLogger(__name__)
 
 FirstBatch = Callable[[Any], dict[str, torch.Tensor]]  # of a dataset
+# where a call of the model is looked for: nothing that one rank is to do alone is done
+NOT_THE_FIRST = {"rank": 1, "world_size": 2, "step_index": 0, "epoch": 0}
 MOST_S = 10.0  # of a body that does not come to its run.step()
 ROWS = 2  # of one sample a mean cannot be told from a sum
 # what torch says of layers that do not fit each other, whatever the batch is
@@ -128,7 +130,7 @@ def is_found(error: Exception) -> bool:
 
 class TriedRun(Run):
     """Gives the first samples once. Whoever asks where he is, as for `if run.rank == 0:`, may do
-    what is to be done only once: the trial ends there."""
+    what is to be done only once: the trial ends there, or goes on as that of another rank."""
 
     def __init__(self, run: Run, trial: Trial) -> None:
         whole, device = run.program, "meta" if trial.first is None else "cpu"
@@ -147,7 +149,9 @@ class TriedRun(Run):
     def __getattr__(self, name: str) -> Any:
         if name in WITH_A_BATCH and not self.__dict__["_begun"]:
             return super().__getattr__(name)  # refused, as in a worker
-        if name == "world_size":
+        if (first := self.__dict__["_trial"].first) is not None and name in NOT_THE_FIRST:
+            return NOT_THE_FIRST[name]
+        if first is None and name == "world_size":
             return 1
         raise Entered(self.__dict__["_whole"], f"it asks for run.{name} before")
 
