@@ -26,17 +26,23 @@ class Output(Base):
     y: torch.Tensor = None
     more: tuple = None
 case = sys.argv[1]
+class Block(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("share", torch.full((8,), 0.5), persistent=False)
+    def forward(self, x):
+        return x + super().forward(x) * self.share
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 1)
-        self.drop = nn.Dropout(0.5)
+        self.drop, self.layers = nn.Dropout(0.5), nn.Sequential(*(Block() for _ in range(6)))
     def forward(self, batch, *, scale):
         h = F.relu(self.up(batch["x"][0]))
         if case == "norm":
             h = h / (1 + h.norm(dim=-1, keepdim=True))
         h = self.drop(self.down(h) * scale["by"])
-        y = self.head(h)
+        y = self.head(self.layers(h))
         return "text" if case == "text" else Output(y=y, more=(h, 3))
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -88,6 +94,16 @@ def test_it_is_compared_before_the_start(tmp_path: Path) -> None:
     assert text["skipped"] == "run.model(...) gives no numbers that are found (a str)"
     assert not taken["structure"]["no_tp"] and "tp is trusted" in taken["structure"]["notes"][0]
     assert unmade["skipped"].startswith("its model has 1125899.9 GB")
+
+
+def test_a_large_one_is_compared_with_fewer_blocks_and_its_own_buffers(tmp_path: Path) -> None:
+    large = (
+        "from elastic.worker.equivalence import small_copy as own; own.WHOLE_MOST_PARAMETERS = 100"
+    )
+    questions = [asked(tmp_path, case) for case in ("right", "norm")]
+    right, norm = found_with(large, tmp_path, *questions)
+    assert set(right["equal"]) == {"tp"}, right
+    assert norm["structure"]["no_tp"].startswith("tp=2: it computes another function"), norm
 
 
 def test_what_is_broken_is_found(tmp_path: Path) -> None:
