@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -124,6 +125,15 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def service_models_are_read_once() -> None:
+    """By each session of boto3 else; botocore's clients of one session share them, too."""
+    from botocore.loaders import JSONFileLoader
+
+    read = cache(JSONFileLoader().load_file)
+    JSONFileLoader.load_file = lambda self, file_path: read(file_path)
 
 
 @pytest.fixture(scope="module")

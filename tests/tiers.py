@@ -33,7 +33,7 @@ SELECTED = {
 }  # fmt: skip
 # Processes of pytest-xdist; which runs what: support/scheduling.py. Those of e2e wait for starts,
 # ends and limits of other processes for two fifths of their time: a third one uses it.
-PARALLEL = {"unit": ("-n", "2"), "e2e": ("-n", "3"), "whole": ("-n", "2")}
+PARALLEL = {"unit": ("-n", "3"), "e2e": ("-n", "3"), "whole": ("-n", "2")}
 TIERS = ("lint", *SELECTED)
 WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for docs/proven.md
 
