@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -124,6 +125,25 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def service_models_are_read_once() -> None:
+    """By each session of boto3 else; botocore's clients of one session share them, too."""
+    from botocore.loaders import JSONFileLoader
+
+    read = cache(JSONFileLoader().load_file)
+    JSONFileLoader.load_file = lambda self, file_path: read(file_path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_disk_is_waited_for() -> Iterator[None]:
+    """No test cuts the power, so none sees whether bytes that were written have reached the disk:
+    a sync only looks whether its descriptor is one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, os.fstat)
+        yield
 
 
 @pytest.fixture(scope="module")

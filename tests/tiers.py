@@ -31,9 +31,9 @@ SELECTED = {
     "unit": "not e2e and not whole and not gpu", "e2e": "e2e and not whole and not gpu",
     "whole": "whole and not gpu"
 }  # fmt: skip
-# Processes of pytest-xdist; which runs what: support/scheduling.py. Those of e2e wait for starts,
-# ends and limits of other processes for two fifths of their time: a third one uses it.
-PARALLEL = {"unit": ("-n", "2"), "e2e": ("-n", "3"), "whole": ("-n", "2")}
+# Processes of pytest-xdist; which runs what: support/scheduling.py. Those of unit wait for a quarter
+# of their time (pools, servers, bounds), those of e2e for two fifths: a third one uses it.
+PARALLEL = {"unit": ("-n", "3"), "e2e": ("-n", "3"), "whole": ("-n", "2")}
 TIERS = ("lint", *SELECTED)
 WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for docs/proven.md
 

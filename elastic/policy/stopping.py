@@ -127,7 +127,7 @@ def stop(outcome: str, reason: str) -> Decision:
 def finishing(state: State, now_s: float) -> Decision:
     """All steps are done: the copy of the last one is stored, retried where it fails, and without
     it the run has failed."""
-    bad = state.copy_failed
+    bad, until_s = state.copy_failed, tried_until_s(state)
     if state.away:
         return Decision(
             (),
@@ -135,11 +135,11 @@ def finishing(state: State, now_s: float) -> Decision:
             f"{away(state)}",
         )
     if bad is not None and bad.step >= state.steps:
-        tries, until_s = state.copy_failures, tried_until_s(state)
-        waits = f" for {state.job.orphan_lease_s:.0f} s (orphan_lease_s)" if until_s else ""
+        tries = state.copy_failures
+        waits = "" if until_s is None else f" for {state.job.orphan_lease_s:.0f} s (orphan_lease_s)"
         wait_s = min(AGAIN_MOST_S, COPY_WAIT_S * 2 ** max(0, tries - COPY_TRIES))
         again_s = state.copy_failed_at_s + wait_s
-        if tries >= COPY_TRIES and again_s >= until_s:
+        if tries >= COPY_TRIES and (until_s is None or again_s >= until_s):
             text = f"the copy of the last step could not be stored in {tries} tries{waits}"
             return stop("failed", f"{text}: {bad.reason}")
         text = f"the copy of the last step was not stored ({bad.reason})"
@@ -148,7 +148,7 @@ def finishing(state: State, now_s: float) -> Decision:
             return Decision((), f"{text}: retried in {wait_s:.0f} s{more}", again_s)
         if bad.generation == state.generation:
             return Decision((Abort(state.generation),), f"{text}: retried")
-    begun_s = state.entered_at_s if tried_until_s(state) else 0.0
+    begun_s = 0.0 if until_s is None else state.entered_at_s
     bound_s = max(state.last_step_at_s, state.busy_at_s, begun_s) + LAST_COPY_MOST_S
     if now_s < bound_s:
         return Decision(

@@ -4,6 +4,7 @@ and resumed from a State."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from elastic.ledger import parts as parts_of
 from elastic.ledger import segments
 from elastic.ledger.journal import CLOSED, Journal, Line, MemoryJournal, built, plain, read_text
 from elastic.ledger.parts import PREFIX, JournalParts, pack, unpack
-from elastic.ledger.run_folder import JOURNAL, RunFolder
+from elastic.ledger.run_folder import JOURNAL, STORED_AT, RunFolder
 from elastic.observe.accounting.accounts import account
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
@@ -27,6 +28,7 @@ from elastic.storage import LocalStorage, Storage
 from elastic.types import DriverStarted, Job, NodeLost
 
 SEED = 3
+Recorded = Callable[..., tuple[list[Line], State]]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +70,27 @@ class Follows(MemoryJournal):
         self.journal.close()
 
 
-def recorded(place: RunFolder, seed: int = SEED) -> tuple[list[Line], State]:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """A whole run in a place: once for a seed and a kind of storage, then copies of its folders."""
+    known: dict[object, tuple[Path, tuple[list[Line], State]]] = {}
+
+    def of(place: RunFolder, seed: int = SEED) -> tuple[list[Line], State]:
+        kind = type(place.storage)
+        if (kind, seed) not in known:
+            kept = tmp_path_factory.mktemp("run")
+            there = RunFolder(kind(kept / place.storage.root.name), kept / place.folder.name)
+            known[kind, seed] = kept, record(there, seed)
+        kept, found = known[kind, seed]
+        shutil.copytree(kept, place.folder.parent, dirs_exist_ok=True)
+        if (place.folder / STORED_AT).exists():
+            (place.folder / STORED_AT).write_text(place.storage.uri)
+        return found
+
+    return of
+
+
+def record(place: RunFolder, seed: int) -> tuple[list[Line], State]:
     job, pools, faults, delays = scenario(seed)
     before, stored = place.take_over()
     assert before == []
@@ -81,7 +103,18 @@ def recorded(place: RunFolder, seed: int = SEED) -> tuple[list[Line], State]:
     return journal.lines, state
 
 
-def test_every_line_is_kept_and_every_decision_comes_out_again(place: RunFolder) -> None:
+def events_of(lines: list[Line]) -> list[object]:
+    """What happened, however it was divided into lines."""
+    return [
+        item
+        for line in lines
+        for item in (*line.events, *([line.decision] if line.decision else []))
+    ]
+
+
+def test_every_line_is_kept_and_every_decision_comes_out_again(
+    place: RunFolder, recorded: Recorded
+) -> None:
     lines, state = recorded(place)
     names = JournalParts.of(place.storage).names
     assert (
@@ -99,7 +132,7 @@ def test_every_line_is_kept_and_every_decision_comes_out_again(place: RunFolder)
 
 @pytest.mark.parametrize("seed", [3, 8, 11, 42])
 def test_the_state_of_a_part_is_the_one_that_the_whole_journal_gives(
-    tmp_path: Path, seed: int
+    tmp_path: Path, seed: int, recorded: Recorded
 ) -> None:
     place = RunFolder(LocalStorage(tmp_path / "run"), tmp_path / "run")
     _, state = recorded(place, seed)
@@ -110,7 +143,9 @@ def test_the_state_of_a_part_is_the_one_that_the_whole_journal_gives(
     assert built(State, plain(state)) == state
 
 
-def test_a_damaged_state_is_passed_over(place: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_state_is_passed_over(
+    place: RunFolder, caplog: pytest.LogCaptureFixture, recorded: Recorded
+) -> None:
     _, state = recorded(place)
     states = [key for key in place.storage.list(PREFIX) if key.endswith(".state")]
     assert len(states) == parts_of.KEPT_STATES
@@ -126,7 +161,7 @@ def test_a_damaged_state_is_passed_over(place: RunFolder, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "missing"])
 def test_a_damaged_part_is_named_and_a_resume_needs_only_what_came_after(
-    place: RunFolder, harm: str
+    place: RunFolder, harm: str, recorded: Recorded
 ) -> None:
     _, state = recorded(place)
     key = JournalParts.of(place.storage).names[1].key("xz")
@@ -165,7 +200,7 @@ def packed(place: RunFolder) -> None:
 
 @pytest.mark.parametrize("ended", [left_closed, linked, packed])
 def test_wherever_the_driver_ends_nothing_is_lost_or_read_twice(
-    place: RunFolder, ended: Callable[[RunFolder], None]
+    place: RunFolder, ended: Callable[[RunFolder], None], recorded: Recorded
 ) -> None:
     recorded(place)
     journal = place.open_journal(2, place.take_over()[1])
@@ -250,7 +285,7 @@ def test_a_part_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch) -
         unpack(data)
 
 
-def test_an_old_journal_is_read_as_it_was(tmp_path: Path) -> None:
+def test_an_old_journal_is_read_as_it_was(tmp_path: Path, recorded: Recorded) -> None:
     _, state = recorded(RunFolder(LocalStorage(tmp_path / "run"), tmp_path / "run"))
     place = RunFolder(LocalStorage(tmp_path / "old"), tmp_path / "old")
     parts = JournalParts.of(LocalStorage(tmp_path / "run"))

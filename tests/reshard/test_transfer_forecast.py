@@ -366,6 +366,6 @@ def test_what_nodes_are_called_changes_their_names_alone(
     assert list(renamed.links) == links and list(move.links) == sorted(move.links)
     assert replace(renamed, links=move.links) == move
     for times in (0, 1 << 40):
-        monkeypatch.setattr(flows, "DENSE_TIMES", times)
+        monkeypatch.setattr(flows, "DENSE", times)
         again = forecast(replace(model), old, new, nodes=names, **more)
         assert again == move

@@ -11,7 +11,7 @@ from elastic.worker.process.doing import innermost_frames
 
 T = TypeVar("T")
 WITHIN_S = 300.0  # for hangs only: far above what anything takes on a busy machine
-LOOK_S = 0.01
+FIRST_S, LOOK_S = 0.001, 0.01  # pauses between looks: each twice the one before, up to LOOK_S
 SHARE = 0.2  # of a core, at most, that a look may take from what is looked at
 
 
@@ -23,7 +23,7 @@ def until(
 
     A last look begins after that, so that a machine that stalled fails nothing.
     """
-    began_s = time.monotonic()
+    began_s, pause_s = time.monotonic(), FIRST_S / 2
     while True:
         looked_s = time.monotonic()
         if found := condition():
@@ -32,7 +32,8 @@ def until(
             f"not within {within_s:g} s: {what if isinstance(what, str) else what()}"
         )
         took_s = time.monotonic() - looked_s
-        pause_s = max(LOOK_S, took_s / SHARE - took_s)  # a look that is dear is taken seldom
+        # a look that is dear is taken seldom
+        pause_s = max(min(2 * pause_s, LOOK_S), took_s / SHARE - took_s)
         time.sleep(pause_s)  # sleeps: here, for all
 
 

@@ -165,11 +165,11 @@ def _copy_failed(state: State, event: CopyFailed, at_s: float) -> State:
     )
 
 
-def tried_until_s(state: State) -> float:
-    """Until when the checkpoint of the last step is, which was not stored; 0 = only a few times."""
+def tried_until_s(state: State) -> float | None:
+    """Until when the checkpoint of the last step is, which was not stored; None: a few times."""
     bad = state.copy_failed
     waits = state.waits_to_save and bad is not None and bad.step >= state.steps > 0
-    return state.last_step_at_s + state.job.orphan_lease_s if waits else 0.0
+    return state.last_step_at_s + state.job.orphan_lease_s if waits else None
 
 
 def without_copy(state: State, uri: str) -> State:

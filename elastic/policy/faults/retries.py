@@ -43,7 +43,7 @@ def gave_up(state: State) -> str:
     if failure is None:
         return ""
     most = SCRIPTS_MOST if state.job.restarted else INFRASTRUCTURE_MOST
-    waits = failure.at_s < max(unreached.waited_until_s(state), tried_until_s(state))
+    waits = failure.at_s < max(unreached.waited_until_s(state), tried_until_s(state) or 0.0)
     if failure.cause == "infrastructure" and state.retries >= most and not waits:
         tried = f"{state.retries} attempts in a row made no progress past step {state.best_step}"
         parts = (tried, unreached.waited_for(state), f"the last one: {failure.reason}")

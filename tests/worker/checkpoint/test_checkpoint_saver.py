@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -41,7 +43,7 @@ from elastic.worker.checkpoint import (
 )
 from elastic.worker.checkpoint.checkpoint_saver import Saving, Snapshot
 from elastic.worker.hosting.aggregate import LATE_LEAST_S, OPEN_COPIES, CheckpointParts, Gather
-from elastic.worker.session.takeover import Taken, check_digest
+from elastic.worker.session.takeover import tell_digests
 from elastic.worker.session.workplace import EnterOrder
 from elastic.worker.state.content_digest import digest
 from elastic.worker.state.host_copy import Tensors
@@ -440,12 +442,10 @@ def test_what_replicas_have_read_from_storage_counts_once() -> None:
     stored = digest(whole, {spec.fqn: spec.shape for spec in state_specs(MODEL)}, whole)
     for rank in range(2):
         order = EnterOrder(plan, rank, Rendezvous(plan.ranks, ("", 0)))
-        check_digest(
-            place,
-            order,
-            Taken(stored_digest=stored if rank == 0 else None),
-            after=tensors_of(plan, rank),
-        )
+        read: Future[int | None] = Future()
+        read.set_result(stored if rank == 0 else None)
+        copy: Any = SimpleNamespace(wait=partial(tensors_of, plan, rank), release=lambda: None)
+        tell_digests(place, order, read, gave=False, after=copy)
     gather = Gather(lambda parts: None, lambda node: 1)
     assert [event for part in told for event in gather.add(ME, part)] == [
         DigestChecked(2, True, sum(p.n_bytes for p in told))

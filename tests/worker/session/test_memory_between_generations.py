@@ -20,8 +20,9 @@ from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.types import Abort, Layout, Resume, StepDone, WorkerFailed
-from elastic.worker.session import generation
+from elastic.worker.session import generation, takeover
 from elastic.worker.session.session import Session
+from elastic.worker.state import train_state
 
 FOLDER = Path(tempfile.gettempdir())
 # a collective of a step on two shards: each of two micro-batches has some 14, those of its forward
@@ -191,6 +192,12 @@ def hold_digests() -> None:
     generation.TrainState = make  # type: ignore[assignment,misc]
 
 
+def as_before() -> None:
+    """In the worker, which others use after this."""
+    generation.tell_digests = takeover.tell_digests
+    generation.TrainState = train_state.TrainState  # type: ignore[misc]
+
+
 @pytest.mark.slow
 def test_a_state_before_the_old_one_is_gone_though_the_digest_of_a_new_one_takes_long(
     pool: Pool, tmp_path: Path
@@ -213,5 +220,5 @@ def test_a_state_before_the_old_one_is_gone_though_the_digest_of_a_new_one_takes
         assert len(sizes) == 6
         assert sizes[5] < 1.1 * sizes[3], sizes
     finally:
+        pool.patch(workers[0], as_before)
         note.unlink(missing_ok=True)
-        pool.revive()

@@ -21,7 +21,7 @@ from elastic.types.orders import Rendezvous
 from elastic.worker.session import generation as generations
 from elastic.worker.session import takeover
 from elastic.worker.session.generation import Generation
-from elastic.worker.session.takeover import Taken, Takeover, check_digest
+from elastic.worker.session.takeover import Taken, Takeover, digest_of_given
 from elastic.worker.session.workplace import EnterOrder, Workplace
 from elastic.worker.state import content_digest
 from elastic.worker.state.content_digest import digest, digest_of
@@ -92,13 +92,10 @@ def test_of_given_parts_it_is_taken_on_a_side_stream_behind_the_takeover(
         takeover, "digest_of", lambda *_: streams.append(torch.cuda.current_stream(CUDA_1)) or 5
     )
     monkeypatch.setattr(takeover, "state_specs", lambda profile: ())
-    told: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
         place = workplace(pool, CUDA_1)
-        place.report = told.append
         behind: Any = object()
-        check_digest(place, order_of(2), Taken(given=(), behind=behind), after=None)
-    assert [part.before for part in told] == [5]
+        assert digest_of_given(place, [Taken(given=(), behind=behind)], []) == 5
     assert [(device, event) for device, _, event in cuda.of("stream waits")] == [(1, behind)]
     assert len(cuda.of("stream")) == 1 and len(streams) == 1 and streams[0].device == 1
 
@@ -118,7 +115,7 @@ def test_boxes_that_are_still_compared_do_not_leave_the_device(
         seen.append(tensor.untyped_storage().nbytes())
         raise RuntimeError("what a check raises does not stop the next takeover")
 
-    monkeypatch.setattr(generations, "check_digest", check)
+    monkeypatch.setattr(generations, "digest_of_given", check)
     with ThreadPoolExecutor(2) as pool:
         place = workplace(pool)
         place.held = [Held(1, 0, 6, "live", Layout(), (), {box.fqn: (box, tensor)})]
