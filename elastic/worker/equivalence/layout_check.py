@@ -4,7 +4,8 @@ program does.
 A process of its own, without a GPU and beside whatever else starts; what it finds is kept
 (elastic/api/running/layout_question.py). First the structure (structure.py), without values and of
 any size; then, for each axis that it leaves open, loss and gradients of a small copy in two real
-processes (layout_values.py).
+processes (layout_values.py). Of a script that enters a loop the values alone, with tp: what the
+first call of its model gives (loop/called_program.py) in the place of a loss.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
         text.replace(OF_LOSS, OF_OUTPUTS).replace("Program.tp", "its tp=")
         for text in (found.structure.no_tp, *found.structure.notes)
     )
+    if f": {UNSTEADY}" in no_tp:
+        no_tp += "; trusted_axes: [tp] takes it as right"
     return replace(found, structure=replace(found.structure, no_tp=no_tp, notes=tuple(notes)))
 
 

@@ -161,7 +161,7 @@ def _tried(source: ScriptSource, first: FirstBatch | None = None) -> tuple[Trial
                 told = _refused(source, error, entered=trial.program is not None)
                 # what ours say in one line is all
                 raise told from (None if isinstance(error, ElasticError) else error)
-            why = source.told(error)
+            why = masked_text(source.told(error))  # a journal has it
         except SystemExit as error:
             if trial.program is None:
                 raise _refused(source, error) from error

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from support.foreign.subjects import found_with
 
+from elastic.types import Job
+from elastic.worker.equivalence import layout_check, layout_values
+
 pytestmark = pytest.mark.e2e
 
 SCRIPT = """
@@ -104,6 +107,20 @@ def test_a_large_one_is_compared_with_fewer_blocks_and_its_own_buffers(tmp_path:
     right, norm = found_with(large, tmp_path, *questions)
     assert set(right["equal"]) == {"tp"}, right
     assert norm["structure"]["no_tp"].startswith("tp=2: it computes another function"), norm
+
+
+def test_ranks_that_are_lost_may_be_taken_as_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork may have gone wrong by what the script did before its loop."""
+    question = asked(tmp_path, "right")
+    job = Job.from_plain(question["job"])
+    lost = layout_values.Compared("tp=2", layout_values.LOST)
+    monkeypatch.setattr(layout_check, "compare", lambda *_, **__: lost)
+    found = layout_check.check(layout_check.CheckRequest(job, axes=["tp"]))
+    assert found.structure.no_tp.startswith("tp=2: its ranks lose each other")
+    assert found.structure.no_tp.endswith("; trusted_axes: [tp] takes it as right")
+    assert not found.steady
 
 
 def test_what_is_broken_is_found(tmp_path: Path) -> None:

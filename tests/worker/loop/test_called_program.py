@@ -86,7 +86,7 @@ def test_the_body_is_followed_with_values_as_that_of_a_rank_that_does_nothing_al
     program = called(tmp_path, "x", before=before)
     assert program.called is not None and program.called.args[0].shape == (ROWS, 4)
     for before, why in (
-        ("raise KeyError('mine')", r"train.py, line 15: KeyError: 'mine'"),
+        ("raise KeyError('--token=abcdefgh12')", r"train.py, line 15: KeyError: '--token=\*\*\*"),
         ("run.steps", "it asks for run.steps before"),
         ("break", "it has none"),
     ):
