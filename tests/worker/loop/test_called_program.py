@@ -83,7 +83,8 @@ def test_the_body_is_followed_with_values_as_that_of_a_rank_that_does_nothing_al
     tmp_path: Path,
 ) -> None:
     before = "assert x.sum().item() > 0 and run.step_index == 0; [][run.rank == 0 or slice(0)]"
-    program = called(tmp_path, "x", before=before)
+    # forward is not called
+    program = called(tmp_path, "x", before=before, gives="a_name_that_there_is_not")
     assert program.called is not None and program.called.args[0].shape == (ROWS, 4)
     for before, why in (
         ("raise KeyError('--token=abcdefgh12')", r"train.py, line 15: KeyError: '--token=\*\*\*"),
