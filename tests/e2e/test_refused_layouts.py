@@ -9,6 +9,33 @@ import pytest
 from support.e2e.shell import Shell
 from support.places import FOREIGN
 
+LOOP = """
+import torch, elastic
+class Net(torch.nn.Sequential):
+    def forward(self, x):
+        h = self[0](x)
+        return self[1](h / h.norm(dim=-1, keepdim=True))
+model = Net(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data, tp = torch.randn(16, 4), {"0": "colwise", "1": "rowwise"}
+with elastic.loop(model=model, optimizer=optimizer, dataset=data, tp=tp, steps=3, global_batch=4) as run:
+    for x in run:
+        run.backward(run.model(x).sum())
+        run.step()
+"""
+
+
+def test_a_loops_model_that_tp_computes_otherwise_is_refused_in_one_line(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 1}]
+    shell.job(program=None, script="train.py", layout="tp=2", pools=pools)
+    (tmp_path / "tiny" / "train.py").write_text(LOOP)
+    code, _, err = shell.here("run", "tiny", "--json")
+    assert code == 2 and err.splitlines()[-1].startswith(
+        "elastic: layout 'tp=2': no tp: tp=2: it computes another function: the weighted sum of "
+        "what run.model(...) gives for 4 samples is "
+    ), err
+
 
 # what is said of each program: tests/foreign/test_foreign_layouts.py; that a command refuses it:
 # tests/certify/checks/test_job_check.py

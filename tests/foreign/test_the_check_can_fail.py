@@ -3,17 +3,12 @@ away from it."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.foreign import subjects
-from support.places import ROOT
 
 JOB = {"steps": 10, "global_batch": 4, "seed": 1, "n_samples": 64}
 WHOLE = ""
@@ -54,20 +49,6 @@ def asked(name: str, axes: list[str], most_s: float = 300.0) -> dict[str, Any]:
     return {"job": job, "tps": [2], "axes": axes, "most_s": most_s}
 
 
-def found_with(broken: str, folder: Path, *questions: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the check says of programs after `broken` was run in its process."""
-    code = (
-        f"{broken}\nimport sys\nfrom elastic.worker.equivalence.layout_check import "
-        "main\nsys.exit(main([sys.argv[1]]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder / "found")], input=json.dumps(questions), text=True,
-        timeout=600, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in (folder / "found").read_text().splitlines()]
-
-
 NO_TIME = asked("prenorm_rope", ["dp", "tp", "pp"], most_s=-1.0)
 
 
@@ -76,7 +57,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What it says of the programs of this file where nothing is broken, and without the time."""
     folder = tmp_path_factory.mktemp("right")
     programs = (asked("tied_head", ["tp", "pp"]), asked("prenorm_rope", ["tp", "pp"]))
-    return found_with(WHOLE, folder, *programs, NO_TIME)
+    return subjects.found_with(WHOLE, folder, *programs, NO_TIME)
 
 
 @pytest.mark.sampled(2)
@@ -100,7 +81,7 @@ def test_what_is_broken_is_found(
     right: list[dict[str, Any]], tmp_path: Path, broken: str, name: str, axis: str, says: str
 ) -> None:
     assert axis in right[name == "prenorm_rope"]["equal"]
-    (wrong,) = found_with(broken, tmp_path, asked(name, [axis]))
+    (wrong,) = subjects.found_with(broken, tmp_path, asked(name, [axis]))
     why = str(wrong.get("error") or wrong["structure"][f"no_{axis}"])
     assert axis not in (wrong.get("equal") or {}) and re.search(says, why), why
 
@@ -109,9 +90,11 @@ def test_what_is_broken_is_found(
 @pytest.mark.whole
 def test_a_large_model_is_compared_on_a_copy_with_fewer_blocks(tmp_path: Path) -> None:
     """On every axis; and a plan for tp that is wrong is found there."""
-    (whole,) = found_with(LARGE, tmp_path, asked("prenorm_rope", ["dp", "tp", "cp", "pp"]))
+    (whole,) = subjects.found_with(LARGE, tmp_path, asked("prenorm_rope", ["dp", "tp", "cp", "pp"]))
     assert set(whole["equal"]) == {"dp", "tp", "cp", "pp"} and not whole["skipped"]
-    (wrong,) = found_with(f"{LARGE}\n{NOT_SUMMED}", tmp_path, asked("prenorm_rope", ["dp", "tp"]))
+    (wrong,) = subjects.found_with(
+        f"{LARGE}\n{NOT_SUMMED}", tmp_path, asked("prenorm_rope", ["dp", "tp"])
+    )
     assert set(wrong["equal"]) == {"dp"} and re.search("layers", wrong["structure"]["no_tp"]), wrong
 
 

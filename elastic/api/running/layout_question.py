@@ -50,27 +50,33 @@ TELL_AFTER_S = 2.0
 AXES: tuple[str, ...] = get_args(Axis)
 
 
-def asked_of(spec: JobSpec, pools: Sequence[Pool]) -> dict[str, Any] | None:
+def asked_of(
+    spec: JobSpec, pools: Sequence[Pool], program: Program | None = None
+) -> dict[str, Any] | None:
     """What is to be found out for a run on these pools; None where nothing can differ: one worker,
-    or a script's own loss."""
+    or a script, whose loss is its own, without tp. `program`: of a script."""
     n_workers = sum(pool.max_nodes * pool.gpus_per_node for pool in pools) + sum(
         entry.add is not None for entry in spec.drill
     )
-    if spec.script or n_workers < 2:
+    if n_workers < 2 or (spec.script and not (program and program.tp)):
         return None
+    possible = ("tp",) if spec.script else AXES
     most = max((pool.gpus_per_node for pool in pools), default=1)
     each = [_open_axes(one.job(), one.layouts(), most) for one in spec.each_phase()]
-    axes = [axis for axis in AXES if any(axis in found for found, _ in each)]
-    return (
-        {
-            "job": replace(spec.job(), drill=()),
-            "axes": axes,
-            "tps": sorted({tp for _, found in each for tp in found}),
-            "trusted": list(spec.trusted_axes),
-        }
-        if axes
-        else None
-    )
+    axes = [axis for axis in possible if any(axis in found for found, _ in each)]
+    if not axes:
+        return None
+    asked: dict[str, Any] = {
+        "job": replace(spec.job(), drill=()),
+        "axes": axes,
+        "tps": sorted({tp for _, found in each for tp in found}),
+        "trusted": list(spec.trusted_axes),
+    }
+    if spec.script and program is not None:
+        from elastic.worker.program.model_profile import build_meta
+
+        asked["model_bytes"] = sum(p.nbytes for p in build_meta(program).parameters())
+    return asked
 
 
 def _open_axes(job: Job, texts: Sequence[str], most_per_node: int) -> tuple[list[str], list[int]]:
@@ -96,9 +102,18 @@ def _open_axes(job: Job, texts: Sequence[str], most_per_node: int) -> tuple[list
 class LayoutCheck:
     """A question that is being answered. `close` in any case."""
 
-    def __init__(self, asked: Mapping[str, Any] | None, stream: TextIO | None = None) -> None:
-        """`stream`: where it is said that this takes a moment, None = nowhere."""
-        self.asked, self.stream = asked, stream
+    def __init__(
+        self,
+        asked: Mapping[str, Any] | None,
+        stream: TextIO | None = None,
+        *,
+        train_function: bytes = b"",
+    ) -> None:
+        """`stream`: where it is said that this takes a moment, None = nowhere. `train_function`: as
+        it was pickled, in the place of a job's script."""
+        if asked is not None and train_function:
+            asked = {**asked, "function": hashlib.sha256(train_function).hexdigest()}
+        self.asked, self.stream, self.train_function = asked, stream, train_function
         self.known = _kept(asked) if asked is not None else None
         self._folder: TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,11 +134,14 @@ class LayoutCheck:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
         environment = {**os.environ, **own}
+        command = ["elastic.worker.equivalence.layout_check"]
+        if self.train_function:
+            (here / "function").write_bytes(self.train_function)
+            command = ["elastic.cluster.workers.train_function", str(here / "function")]
         with open(here / "asked") as question, open(here / "said", "w") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "elastic.worker.equivalence.layout_check",
-                str(here / "found")], stdin=question, stdout=said, stderr=said, env=environment,
-                start_new_session=True,
+                [sys.executable, "-m", *command, str(here / "found")], stdin=question,
+                stdout=said, stderr=said, env=environment, start_new_session=True,
             )  # fmt: skip
 
     def result(self, most_s: float = MOST_S) -> Verdict | None:
@@ -208,18 +226,21 @@ def checked(model: ModelProfile, verdict: Verdict | None, program: Program) -> M
             "in job.yaml allows it"
         )
         found = replace(found, pipeline=False, no_pp=why)
-    return replace(found, notes=(*_said(verdict), *found.notes))
+    return replace(found, notes=(*_said(verdict, program), *found.notes))
 
 
-def _said(verdict: Verdict) -> Iterator[str]:
+def _said(verdict: Verdict, program: Program) -> Iterator[str]:
+    loop = type(program).__name__ == "LoopProgram"
     if verdict.equal:
+        what = "outputs of its first call" if loop else "loss"
         seconds = sum(verdict.equal.values())
         yield (
-            f"{', '.join(verdict.equal)}: loss and gradients of a small copy match those of one "
+            f"{', '.join(verdict.equal)}: {what} and gradients of a small copy match those of one "
             f"process ({seconds:.1f} s, cached)"
         )
     if verdict.skipped:
-        yield f"the layouts' values were not compared before the start: {verdict.skipped}"
+        more = "; compare the first losses with those of --layout auto,tp=1" if loop else ""
+        yield f"the layouts' values were not compared before the start: {verdict.skipped}{more}"
 
 
 def check_open(spec: JobSpec, model: ModelProfile) -> None:
@@ -240,6 +261,7 @@ def _key(asked: Mapping[str, Any]) -> str:
     parts = {key: job[key] for key in KEYS} | {
         name: asked[name] for name in ("axes", "tps", "trusted")
     }
+    parts |= {"function": asked.get("function", ""), "script": job["script"]}
     parts |= {"code": _code(), "program": digest_of_file(program), "name": program.name}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -203,7 +203,9 @@ class JobRun:
     def _layouts(self, stack: ExitStack) -> LayoutCheck | None:
         """It is answered beside what follows."""
         layouts = LayoutCheck(
-            asked_of(self.spec, self.pools), self._out() if self.options.show else None
+            asked_of(self.spec, self.pools, self.program),
+            self._out() if self.options.show else None,
+            train_function=self.train_function,
         )
         stack.callback(layouts.close)
         return layouts

@@ -1,5 +1,6 @@
 """The train function of an ElasticTrainer on its way to the workers: pickled by value as Ray Train
-does it, so nothing of the user's file runs a second time.
+does it, so nothing of the user's file runs a second time. `python -m
+elastic.cluster.workers.train_function FILE OUT < ASKED`: layout_check.py, of that in FILE.
 
 It may still call what Ray Train prepares: a model and a DataLoader are given back as they are,
 since elastic.loop cuts the one and reads the dataset of the other, and so a DistributedSampler has
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray.cloudpickle
@@ -150,3 +152,16 @@ _OF_TRAIN: dict[str, Callable[..., Any]] = {
     "report": _reported,
     "get_context": _context,
 }
+
+
+def compared(file: str, *arguments: str) -> int:
+    """What its layouts compute, as layout_check.py finds it."""
+    from elastic.worker.equivalence.layout_check import main
+
+    data = Path(file).read_bytes()
+    with as_they_are():
+        return main(arguments, lambda: loaded(data))
+
+
+if __name__ == "__main__":
+    sys.exit(compared(*sys.argv[1:]))

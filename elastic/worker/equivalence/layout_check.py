@@ -4,7 +4,8 @@ program does.
 A process of its own, without a GPU and beside whatever else starts; what it finds is kept
 (elastic/api/running/layout_question.py). First the structure (structure.py), without values and of
 any size; then, for each axis that it leaves open, loss and gradients of a small copy in two real
-processes (layout_values.py).
+processes (layout_values.py). Of a script that enters a loop the values alone, with tp: what the
+first call of its model gives (loop/called_program.py) in the place of a loss.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
 from elastic.worker.equivalence.forward_trace import Batch, told
-from elastic.worker.equivalence.layout_values import FAMILIES, compare
+from elastic.worker.equivalence.layout_values import FAMILIES, OF_LOSS, compare
 from elastic.worker.equivalence.loss_is_sum import check_before_start
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
 from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
 from elastic.worker.equivalence.structure import Structure, structure_of
+from elastic.worker.loop.called_program import called_program
+from elastic.worker.loop.script_host import ScriptSource, TrainFunction, first_call
 from elastic.worker.parallel.context_parallel import check_calls, check_possible
 from elastic.worker.process.environment import die_with_parent
+from elastic.worker.process.free_memory import free_host_bytes
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 
@@ -57,7 +61,9 @@ COMPARE_S = 40.0
 class CheckRequest:
     """`axes`: that the run may use, of dp, tp, cp, pp, ep; `tps`: sizes of tp besides the smallest
     that are tried too; `trusted`: axes that are not to be checked. `most_s`: for comparing values
-    on all axes; what it does not suffice for is not compared."""
+    on all axes; what it does not suffice for is not compared. Of a script, which is run up to its
+    loop's first call of its model: `model_bytes` of the whole model, `function`: the digest of the
+    train function that is called."""
 
     job: Job
     axes: Sequence[str] = tuple(FAMILIES)
@@ -65,6 +71,8 @@ class CheckRequest:
     trusted: Sequence[str] = ()
     values: bool = True
     most_s: float = COMPARE_S
+    model_bytes: int = 0
+    function: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,9 +109,39 @@ class Verdict:
         return cls(**{**data, "structure": Structure(**structure)})
 
 
-def check(asked: CheckRequest) -> Verdict:
-    """Raises ElasticError where the program cannot be built."""
+def check(asked: CheckRequest, function: TrainFunction | None = None) -> Verdict:
+    """Raises ElasticError where the program cannot be built. `function`: in the place of a job's
+    script."""
     began = time.monotonic()
+    found = _of_script(asked, function) if asked.job.script else _of_program(asked)
+    found = replace(found, structure=_trusted(found.structure, asked.trusted))
+    seconds = round(time.monotonic() - began, 3)
+    files = files_of(asked.job.program)
+    return replace(found, seconds=seconds, files=files, packages=packages())
+
+
+def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
+    """By what its loop calls its model with first."""
+    if asked.model_bytes > free_host_bytes() // 2:
+        size = f"{asked.model_bytes / 1e9:.1f} GB"
+        return Verdict(skipped=f"its model has {size}, more than there is room for", steady=False)
+    job = asked.job
+    program = first_call(ScriptSource.of(job, function), lambda data: batch_of(data, None))
+    assert program.called is not None
+    own, batch = called_program(program, program.called)
+    own = with_job(own, job)
+    asked = replace(asked, job=replace(job, script=None))
+    found = _compared(asked, own, trace(own), batch=batch, found=Verdict())
+    no_tp, *notes = (
+        text.replace(OF_LOSS, OF_OUTPUTS).replace("Program.tp", "its tp=")
+        for text in (found.structure.no_tp, *found.structure.notes)
+    )
+    if f": {UNSTEADY}" in no_tp:
+        no_tp += "; trusted_axes: [tp] takes it as right"
+    return replace(found, structure=replace(found.structure, no_tp=no_tp, notes=tuple(notes)))
+
+
+def _of_program(asked: CheckRequest) -> Verdict:
     job = asked.job
     program = with_job(load_program(job.program), job)
     dataset = dataset_of(program, job)
@@ -117,9 +155,7 @@ def check(asked: CheckRequest) -> Verdict:
         found = replace(found, structure=replace(found.structure, no_cp=_no_cp(program, batch)))
     if asked.values:
         found = _compared(asked, program, profile, batch=batch, found=found)
-    found = replace(found, structure=_trusted(found.structure, asked.trusted))
-    seconds = round(time.monotonic() - began, 3)
-    return replace(found, seconds=seconds, files=files_of(job.program), packages=packages())
+    return found
 
 
 def _trusted(found: Structure, axes: Sequence[str]) -> Structure:
@@ -215,6 +251,7 @@ def _compared(
     return replace(found, structure=structure, equal=equal, tp_limit=limit)
 
 
+OF_OUTPUTS = "the weighted sum of what run.model(...) gives for"
 UNSTEADY = "its ranks"  # have lost each other: it may have been the machine
 MENDS = {
     "dp": "",
@@ -290,7 +327,7 @@ def packages() -> dict[str, str]:
     return found
 
 
-def main(arguments: Iterable[str]) -> int:
+def main(arguments: Iterable[str], function: TrainFunction | None = None) -> int:
     """Reads one question (or a list of them) from standard input, writes one JSON line for each."""
     (out,) = arguments
     die_with_parent()
@@ -301,7 +338,8 @@ def main(arguments: Iterable[str]) -> int:
     with open(out, "w") as file:
         for one in given if isinstance(given, list) else [given]:
             try:
-                line = check(CheckRequest(**{**one, "job": Job.from_plain(one["job"])})).plain()
+                asked = CheckRequest(**{**one, "job": Job.from_plain(one["job"])})
+                line = check(asked, function).plain()
             except ProgramError as error:
                 line = {"error": str(error), "program": True}
             except ElasticError as error:

@@ -58,6 +58,7 @@ WAITED = (
     "the same weights, and "
     "forward must not use threads that were started when the program was imported"
 )
+OF_LOSS = "the loss of"
 FORKS = get_context("fork")
 
 
@@ -228,7 +229,7 @@ def _judged(
         first = next((a["first"] for a in answers if a["first"]), "")
         where = f"; {first} is the first to give something else" if first else ""
         problem = (
-            f"it computes another function: the loss of {ROWS} samples is {loss:.6g}, in one "
+            f"it computes another function: {OF_LOSS} {ROWS} samples is {loss:.6g}, in one "
             f"process it is {whole:.6g}{where}"
         )
     elif not beyond <= 1.0:

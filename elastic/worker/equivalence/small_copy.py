@@ -85,7 +85,8 @@ class SmallCopy:
         kept = set(model.state_dict())
         plain = [name for name, _ in model.named_buffers() if name not in kept]
         model.to_empty(device="cpu")
-        if plain and not (program.buffers is not None and program.buffers(model)):
+        filled = program.buffers is not None and program.buffers(model)
+        if plain and not filled:
             raise TooLarge(f"the values of its buffer {plain[0]} are known to the whole model only")
         fill(model)
         return model

@@ -29,7 +29,7 @@ from elastic.worker.loop import clipping
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
 from elastic.worker.loop.loop_model import GenerationAborted
-from elastic.worker.loop.trial import Entered, Trial, is_found
+from elastic.worker.loop.trial import Entered, FirstBatch, Trial, is_found
 from elastic.worker.parallel.keyed_draws import KeyedDraws
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.readback import Number
@@ -131,27 +131,45 @@ def capture(
 ) -> LoopProgram:
     """Runs the script until it enters `elastic.loop`, and tries its loop once: the program that it
     has made. Raises SpecError where it never enters it, and for what the trial has found."""
-    source = ScriptSource(str(file), tuple(args), seed, function)
+    trial, _ = _tried(ScriptSource(str(file), tuple(args), seed, function))
+    assert trial.program is not None
+    return replace(trial.program, called=next(iter(trial.calls), None), notes=trial.notes)
+
+
+def first_call(source: ScriptSource, first: FirstBatch) -> LoopProgram:
+    """The same with values, up to the first call of its model with the samples of `first`: what it
+    is `called` with. Raises SpecError where the script does not come there."""
+    trial, why = _tried(source, first)
+    assert trial.program is not None
+    if not trial.calls:
+        raise SpecError(f"the body of its loop was not followed to its first run.model(...): {why}")
+    return replace(trial.program, called=trial.calls[0])
+
+
+def _tried(source: ScriptSource, first: FirstBatch | None = None) -> tuple[Trial, str]:
+    """And why it went no further."""
+    why = "it has none"
     with ExitStack() as stack:
         stack.enter_context(clipping.refused())
-        here.host = trial = Trial(stack)
+        here.host = trial = Trial(stack, first)
         try:
             source.run()
-        except Entered:
-            pass  # what it trains is known
+        except Entered as end:
+            why = end.why or why  # what it trains is known
         except Exception as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
             if trial.program is None or is_found(error):
                 told = _refused(source, error, entered=trial.program is not None)
                 # what ours say in one line is all
                 raise told from (None if isinstance(error, ElasticError) else error)
+            why = masked_text(source.told(error))  # a journal has it
         except SystemExit as error:
             if trial.program is None:
                 raise _refused(source, error) from error
         finally:
             here.host = None
     if trial.program is None:
-        raise SpecError(f"{file}: it ended before it entered elastic.loop")
-    return replace(trial.program, called=next(iter(trial.calls), None), notes=trial.notes)
+        raise SpecError(f"{source.file}: it ended before it entered elastic.loop")
+    return trial, why
 
 
 def _refused(source: ScriptSource, error: BaseException, *, entered: bool = False) -> SpecError:

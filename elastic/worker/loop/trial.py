@@ -1,5 +1,6 @@
 """The first pass through a loop's body, in the driver: on the meta device, where nothing is
-computed and nothing can be read. What is wrong with the loss is found before a worker starts."""
+computed and nothing can be read. What is wrong with the loss is found before a worker starts. Or
+with values, up to the first call of its model: what it is called with."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -37,6 +38,9 @@ from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
 
 log = logging.getLogger(__name__)
 
+FirstBatch = Callable[[Any], dict[str, torch.Tensor]]  # of a dataset
+# where a call of the model is looked for: nothing that one rank is to do alone is done
+NOT_THE_FIRST = {"rank": 1, "world_size": 2, "step_index": 0, "epoch": 0}
 MOST_S = 10.0  # of a body that does not come to its run.step()
 ROWS = 2  # of one sample a mean cannot be told from a sum
 # what torch says of layers that do not fit each other, whatever the batch is
@@ -47,18 +51,22 @@ SHAPES = re.compile(
 
 
 class Entered(BaseException):
-    """Ends the script in the driver: what it trains is known, and nothing was found."""
+    """Ends the script in the driver: what it trains is known, and nothing was found. `why`: it goes
+    no further."""
 
-    def __init__(self, program: LoopProgram) -> None:
-        self.program = program
+    def __init__(self, program: LoopProgram, why: str = "") -> None:
+        self.program, self.why = program, why
 
 
 class Trial:
     """The driver as the host of a script. `program`: what it trains, once it has entered its
     loop."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, first: FirstBatch | None = None) -> None:
+        """`first`: the batch that is given with its values, up to the first call of the model;
+        None = two samples without values, up to run.step()."""
         self.program: LoopProgram | None = None
+        self.first = first
         self.run: TriedRun | None = None
         self.calls: list[ModelCall] = []  # of its model
         self.drawn: dict[str, str] = {}  # beside its model: file and line -> what draws there
@@ -100,6 +108,8 @@ class Trial:
 
     def _called(self, call: ModelCall) -> AbstractContextManager[None]:
         self.calls.append(call)
+        if self.first is not None and self.program is not None:
+            raise Entered(self.program)
         return self.apart()
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -120,18 +130,18 @@ def is_found(error: Exception) -> bool:
 
 class TriedRun(Run):
     """Gives the first samples once. Whoever asks where he is, as for `if run.rank == 0:`, may do
-    what is to be done only once: the trial ends there."""
+    what is to be done only once: the trial ends there, or goes on as that of another rank."""
 
     def __init__(self, run: Run, trial: Trial) -> None:
-        whole = run.program
+        whole, device = run.program, "meta" if trial.first is None else "cpu"
 
-        def without_values(batch: Mapping[str, torch.Tensor]) -> Any:
-            return whole.given({key: value.to("meta") for key, value in batch.items()})
+        def there(batch: Mapping[str, torch.Tensor]) -> Any:
+            return whole.given({key: value.to(device) for key, value in batch.items()})
 
-        super().__init__(replace(whole, given=without_values), run.optimizer)
+        super().__init__(replace(whole, given=there), run.optimizer)
         self._whole, self.handoff = whole, _NoWorker(whole)
         self._begun = False  # has the first batch been given?
-        with torch.device("meta"):
+        with torch.device(device):
             self._module = whole.model()
         self.model.attach(self._module)
         self._trial = trial
@@ -139,9 +149,11 @@ class TriedRun(Run):
     def __getattr__(self, name: str) -> Any:
         if name in WITH_A_BATCH and not self.__dict__["_begun"]:
             return super().__getattr__(name)  # refused, as in a worker
-        if name == "world_size":
+        if (first := self.__dict__["_trial"].first) is not None and name in NOT_THE_FIRST:
+            return NOT_THE_FIRST[name]
+        if first is None and name == "world_size":
             return 1
-        raise Entered(self.__dict__["_whole"])
+        raise Entered(self.__dict__["_whole"], f"it asks for run.{name} before")
 
     def __next__(self) -> Any:
         if self._batch is not None:
@@ -152,9 +164,10 @@ class TriedRun(Run):
         if self._begun:
             raise Entered(self._whole)
         assert self._whole.dataset is not None
-        self._evaluate()
+        if self._trial.first is None:
+            self._evaluate()
         self._begun = True
-        batch = _first(self._whole.dataset())
+        batch = (self._trial.first or _first)(self._whole.dataset())
         self._trial.watch(self._module, len(next(iter(batch.values()))))
         return OfferedBatch(batch, 0, 0)
 
@@ -197,7 +210,7 @@ class _NoWorker(Handoff):
         self._program = program
 
     def say(self, word: HandoffMessage) -> NoReturn:
-        raise Entered(self._program)
+        raise Entered(self._program, f"it comes to run.{word.kind}() without one")
 
 
 @contextmanager
@@ -205,7 +218,7 @@ def _ended_after(seconds: float, program: LoopProgram) -> Iterator[None]:
     """An alarm that somebody else has set is rung when it was to be."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Entered(program)
+        raise Entered(program, f"it has not come there in {seconds:.0f} s")
 
     began_s = time.monotonic()
     before = signal.signal(signal.SIGALRM, end)

@@ -40,12 +40,7 @@ CUT = {
 
 # styles by which a tp rank has a part of the sequence
 OF_A_PART = {style for style in CUT if "scatter" in style or "sequence" in style}
-OF_A_LOOP = "LoopProgram"
-TP_OF_A_LOOP = (
-    "that tp computes what one process does is not tried for a loop, whose loss is its own: "
-    "compare the first losses with those of --layout auto,tp=1"
-)
-NO_PIPELINE = {OF_A_LOOP: "its script calls the whole model"}
+NO_PIPELINE = {"LoopProgram": "its script calls the whole model"}
 ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
@@ -209,7 +204,7 @@ def trace(program: Program) -> ModelProfile:
         len(blocks), n_params, with_kept(specs, kept), kept.optimizers, 6.0 * n_params, max(1,
         limit), extra, not no_pp, n_expert_params(model), math.gcd(*experts.values()),
         no_pp=no_pp, no_tp=no_tp,
-        notes=_of_a_loop(program) if type(program).__name__ == OF_A_LOOP else (),
+        notes=getattr(program, "notes", ()),  # of a loop
     )  # fmt: skip
     norms = training_norms(model)
     return _with_norms(profile, program, norms) if norms else profile
@@ -230,11 +225,6 @@ def _with_norms(profile: ModelProfile, program: Program, norms: Sequence[StepNor
         pipeline=profile.pipeline and not no_pp, tp_limit=1 if no_tp else profile.tp_limit,
         notes=(*profile.notes, chosen(norms)),
     )  # fmt: skip
-
-
-def _of_a_loop(program: Program) -> tuple[str, ...]:
-    """What of a script nobody has looked at, since its loss is its own."""
-    return (*getattr(program, "notes", ()), *((TP_OF_A_LOOP,) if program.tp else ()))
 
 
 def n_expert_params(model: nn.Module) -> int:

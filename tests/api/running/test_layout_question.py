@@ -10,8 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
+import ray.cloudpickle
+import torch
 from support.places import FOREIGN, PROGRAMS
 from support.waiting import until
+from torch import nn
 
 from elastic.api.running.layout_question import PLACE, LayoutCheck, asked_of, check_open, checked
 from elastic.config.job import JobSpec, job_of
@@ -20,8 +23,11 @@ from elastic.program import load_program
 from elastic.types import Pool
 from elastic.worker.equivalence.layout_check import Verdict
 from elastic.worker.equivalence.structure import Structure
+from elastic.worker.loop.loop import loop as own_loop
+from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.program.model_profile import trace
 
+CUT = {"0": "colwise", "2": "rowwise"}
 POOLS = (Pool("p", gpus_per_node=2, max_nodes=2),)
 LATER = [{"from_step": 2, "layout": "pp=2,dp_shard=2"}, {"from_step": 3, "layout": {2: "tp=2"}}]
 
@@ -68,6 +74,66 @@ def test_only_what_the_run_may_enter_is_asked_for(
 ) -> None:
     found = asked(FOREIGN / "residual_outside.py", **more)
     assert (found["axes"], found["tps"]) == (axes, tps)
+
+
+def loop(tp: dict[str, str], by: float = 0.0) -> own_loop:
+    """A model that tp computes rightly where its parts are shifted by nothing."""
+    model = nn.Sequential(nn.Linear(4, 8), Shift(by), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return own_loop(model=model, optimizer=optimizer, dataset=[torch.ones(4)] * 8, tp=tp)
+
+
+def program_of(tp: dict[str, str]) -> LoopProgram:
+    return loop(tp)._program()
+
+
+class Shift(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by * x.sum(-1, keepdim=True)
+
+
+def test_of_a_script_only_its_tp_is_asked_for() -> None:
+    script = spec(FOREIGN / "residual_outside.py", script="train.py")
+    found = asked_of(script, POOLS, program_of(CUT))
+    assert found is not None and found["axes"] == ["tp"] and found["model_bytes"] == 49 * 4
+    for layout, tp in (("auto", {}), ("dp_shard=4", CUT), ("auto,tp=1", CUT)):
+        alone = spec(FOREIGN / "residual_outside.py", script="train.py", layout=layout)
+        assert asked_of(alone, POOLS, program_of(tp)) is None
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("by", [0.0, 0.1])
+def test_a_train_function_is_compared_as_it_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    monkeypatch.setenv(PLACE, str(tmp_path / "kept"))
+
+    def train() -> None:
+        run = loop(CUT, by).start()
+        for x in run:
+            run.backward(run.model(x).sum())
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    data = ray.cloudpickle.dumps(train)
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    job = spec(Path(__file__), script=__file__)
+    question, program = asked_of(job, POOLS, program_of(CUT)), program_of(CUT)
+    found = LayoutCheck(question, train_function=data).result()
+    assert found is not None
+    model = checked(trace(program), found, program)
+    if by:
+        assert "2 is the first to give something else" in model.no_tp and model.tp_limit == 1
+    else:
+        assert not model.no_tp and model.proven == ("tp",), model
+        assert model.notes[0].startswith("tp: outputs of its first call and gradients of a small")
+    again = LayoutCheck(question, train_function=data)
+    other = LayoutCheck(question, train_function=data + b" ")
+    other.close()
+    assert again.known == found and other.known is None
 
 
 def test_one_worker_has_nothing_to_be_compared() -> None:

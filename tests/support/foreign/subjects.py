@@ -15,10 +15,16 @@ that is refused.
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from support.places import FOREIGN as FOLDER
+from support.places import ROOT
 
 from elastic.program import Program
 
@@ -46,3 +52,17 @@ def load(name: str) -> tuple[Program, dict[str, str]]:
     """The program and what is expected of it."""
     found = module(name)
     return found.program, found.EXPECT
+
+
+def found_with(broken: str, folder: Path, *questions: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the check says of programs after `broken` was run in its process."""
+    code = (
+        f"{broken}\nimport sys\nfrom elastic.worker.equivalence.layout_check import "
+        "main\nsys.exit(main([sys.argv[1]]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder / "found")], input=json.dumps(questions), text=True,
+        timeout=600, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in (folder / "found").read_text().splitlines()]

@@ -94,15 +94,3 @@ def test_what_a_body_draws_beside_its_model_is_named_by_its_line(tmp_path: Path)
     assert captured(tmp_path, before=before, line=own).notes == ()
     (mine,) = notes(captured(tmp_path, x="x + torch.randn_like(x)"))
     assert mine.startswith("train.py:11 draws (randn_like) outside of run.model(...), each rank")
-
-
-def test_a_tp_that_nobody_has_compared_is_named(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        HEAD.format(layers="nn.Linear(4, 4)", before="", line="", x="x").replace(
-            "steps=3", "tp={'0': 'colwise', '1': 'rowwise'}, steps=3"
-        )
-    )
-    assert "compare the first losses" in "; ".join(
-        trace(capture(tmp_path / "train.py", [], 0)).notes
-    )
-    assert not trace(captured(tmp_path)).notes
