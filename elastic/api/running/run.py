@@ -171,7 +171,6 @@ class JobRun:
             layouts = self._layouts(stack)
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
-            find_runs.remember(self.place, self.options.words)
             with self._phase("the journal of earlier drivers was read"):
                 before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
@@ -180,6 +179,7 @@ class JobRun:
             with self._phase("Ray was reached"):
                 backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
+            find_runs.remember(self.place, self.options.words)
             journal = self.place.open_journal(lease.epoch, stored, self._cut)
             journal.hear = [observers.hear, *([self.terminal.hear] if self.terminal else [])]
             stack.callback(journal.close)
