@@ -11,7 +11,8 @@ import tempfile
 import time
 from typing import Any
 
-from elastic.certify.harness.place import Place, free_port
+from elastic.certify.harness.place import Place
+from elastic.cluster.ray.processes import free_port
 from elastic.scenarios.limit import Failed, Limit
 from elastic.worker.process.environment import die_with_parent
 

@@ -1,15 +1,18 @@
-"""Processes of this machine, read from /proc: who descends from whom, who lives, and how to end a
-whole tree."""
+"""Processes of this machine, read from /proc: who descends from whom, who lives, how to end a whole
+tree; and a port for one."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import random
 import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from elastic.ledger.holder import started as started
@@ -17,6 +20,8 @@ from elastic.ledger.holder import stat
 
 PR_SET_CHILD_SUBREAPER = 36
 WATCH_S = 1.0  # between looks at a process that another one ends with
+GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+PORTS = range(20_000, 30_000)  # above those of Ray's workers, below those of Kubernetes' services
 STAND_BACK = 4  # nice value of what prepares beside others that train on the same cores
 
 
@@ -136,3 +141,17 @@ def _set_nice(value: int) -> None:
             os.setpriority(os.PRIO_PROCESS, int(name), value)
         except ProcessLookupError:  # it has just ended
             continue
+
+
+def free_port(address: str = "") -> int:
+    """A port for a process that listens on it some seconds later. Outside of those that the system
+    gives connections to others, one of which could have it by then."""
+    with suppress(OSError, ValueError, IndexError):
+        low = int(GIVEN_OUT.read_text().split()[0])
+        for port in random.sample(PORTS, 20) if low >= PORTS.stop else ():
+            with socket.socket() as tried, suppress(OSError):
+                tried.bind((address, port))
+                return port
+    with socket.socket() as free:
+        free.bind((address, 0))
+        return int(free.getsockname()[1])

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic.cluster.local.local_cluster import visible_gpus
+from elastic.cluster.ray.processes import free_port
 from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
 from elastic.cluster.ray_train.script_output import BAR, StepReader, error_part
 from elastic.types import (
@@ -220,9 +221,7 @@ class RankProcess:
         if self.rank == 0:
             with socket.create_connection(self.rendezvous.store) as line:
                 address = line.getsockname()[0]
-            with socket.socket() as free:
-                free.bind((address, 0))
-                self.store.set("place", f"{address} {free.getsockname()[1]}")
+            self.store.set("place", f"{address} {free_port(address)}")
         own = os.environ.get(GPUS, "")
         ranks = [k for k, other in enumerate(self.plan.ranks) if other.node_id == self.me.node_id]
         if own and len(ranks) > 1:

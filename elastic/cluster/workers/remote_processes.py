@@ -8,7 +8,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -146,12 +145,6 @@ def _command(
     return int(process.returncode), out
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
-
-
 # ------------------------------------------------------------------------------------------ here
 
 
@@ -260,7 +253,7 @@ class RemoteCommand:
 
 def free_port(seat: Seat) -> int:
     """On the node, a moment ago."""
-    task: Any = ray.remote(_free_port)
+    task: Any = ray.remote(processes.free_port)
     return int(ray.get(task.options(**_on(seat, False)).remote()))
 
 
