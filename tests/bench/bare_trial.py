@@ -16,7 +16,7 @@ from typing import IO
 from figures import Changes
 from trial import LEFT_OUT, LOOK_S, PROGRAM, ROOT, Clock, Failed
 
-from elastic.certify.harness.place import free_port
+from elastic.cluster.ray.processes import free_port
 
 SCRIPT = Path(__file__).resolve().parent / "bare.py"
 
