@@ -133,10 +133,11 @@ def _write_plain(storage: Storage, shards: list[Items]) -> None:
 
 
 def _read_plain(storage: Storage, n_bytes: int) -> None:
-    buffer = bytearray(PIECE)
+    """Into memory that nobody has touched before, as that of a state that is built."""
     n = 0
     for rank in range(RANKS):
-        for at in range(0, storage.size(f"plain-{rank}"), PIECE):
-            n += storage.read_into(f"plain-{rank}", at, memoryview(buffer))
+        whole = memoryview(torch.empty(storage.size(f"plain-{rank}"), dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+        for at in range(0, len(whole), PIECE):
+            n += storage.read_into(f"plain-{rank}", at, whole[at : at + PIECE])
     if n != n_bytes:
         raise Failed(f"{storage.uri}: {n_bytes} plain bytes were written, {n} came back")
