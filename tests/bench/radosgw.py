@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,8 @@ from typing import Any
 
 import report
 from trial import Clock, Failed
+
+from elastic.cluster.ray.processes import free_port
 
 PROGRAMS = (
     "ceph-mon",
@@ -96,7 +97,7 @@ def start(folder: Path, memory_bytes: int = 8 << 30) -> Server:
     """About 10 s. Raises CalledProcessError or TimeoutError; what was started is stopped then."""
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir(parents=True)
-    fsid, mon, port = str(uuid.uuid4()), free_port(), free_port()
+    fsid, mon, port = str(uuid.uuid4()), free_port("127.0.0.1"), free_port("127.0.0.1")
     config = folder / "ceph.conf"
     config.write_text(
         CONFIG.format(fsid=fsid, mon=mon, port=port, folder=folder, memory=memory_bytes)
@@ -131,12 +132,6 @@ def running(folder: Path) -> Iterator[Server]:
         yield server
     finally:
         stop(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as at:
-        at.bind(("127.0.0.1", 0))
-        return int(at.getsockname()[1])
 
 
 def _monitor(folder: Path, fsid: str, port: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -20,6 +19,7 @@ from support.observe.small_run import lines
 from support.places import ROOT
 from support.waiting import until
 
+from elastic.cluster.ray.processes import free_port
 from elastic.config.numbers.metrics_port import MetricsPort
 from elastic.observe.metrics.metric_table import BY_NAME, METRICS
 from elastic.observe.metrics.prometheus_endpoint import PrometheusEndpoint
@@ -175,7 +175,7 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
     shutil.copy(FOLDER / "alerts.yml", folder)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = _free_port()
+    port = free_port("127.0.0.1")
     process = subprocess.Popen(
         [tool("prometheus"), f"--config.file={folder / 'prometheus.yml'}",
          f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}"],
@@ -186,12 +186,6 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(30)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def asked(server: str, expression: str) -> list[dict[str, Any]]:

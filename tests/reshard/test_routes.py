@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reshard.optimum import least_busiest
-from support.reshard.reshard_cases import Cut, lost_tensor, random_cut, random_model
+from support.reshard.reshard_cases import Cut, lost_tensor, random_cut, random_model, random_move
 
 from elastic.errors import InternalError, StateLost
 from elastic.reshard import routes
@@ -46,8 +46,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     random = Random(draw(st.integers(0, 1 << 32)))
-    model = random_model(random)
-    old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+    model, old, new = random_move(random)
     n_old, n_new = old[0].world_size, new[0].world_size
     n_kept = draw(st.sampled_from([0, random.randint(0, min(n_old, n_new)), min(n_old, n_new)]))
     kept = dict(zip(random.sample(range(n_old), n_kept), random.sample(range(n_new), n_kept)))
@@ -228,8 +227,7 @@ def test_plans_are_those_of_the_first_arithmetic() -> None:
     found = hashlib.sha256()
     for seed in range(6):
         random = Random(seed)
-        model = random_model(random)
-        old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+        model, old, new = random_move(random)
         n = max(old[0].world_size, new[0].world_size)
         holders = {
             r: tuple({random.randrange(n), random.randrange(n)}) for r in range(old[0].world_size)
@@ -366,8 +364,7 @@ def test_plain_numbers_choose_the_senders_that_arrays_do(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = Random(seed)
-    model = random_model(random)
-    old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+    model, old, new = random_move(random)
     n = max(old[0].world_size, new[0].world_size)
     holders = {
         rank: tuple(dict.fromkeys((rank, *random.sample(range(n), min(n, random.randint(1, 3))))))

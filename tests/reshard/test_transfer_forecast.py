@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.reshard.reshard_cases import random_cut, random_model
+from support.reshard.reshard_cases import random_move
 
 from elastic.reshard import flows, pieces, transfer_forecast
 from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
@@ -48,8 +48,7 @@ def live(n: int) -> dict[int, tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(25))
 def test_bytes_are_those_of_the_transfers(seed: int) -> None:
     random = Random(seed)
-    model = random_model(random)
-    old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+    model, old, new = random_move(random)
     n = max(old[0].world_size, new[0].world_size)
     nodes = [f"n{i // 2}" for i in range(n)]
     move = forecast(
@@ -83,8 +82,7 @@ def test_what_is_summed_at_once_is_what_the_transfers_add_up_to(seed: int) -> No
     """Links, seconds, and the way, at the memory at which it changes, from the list of transfers;
     with other holders, several of each, and owners of whole tensors."""
     random = Random(seed)
-    model = random_model(random, owners=seed % 4 == 0)
-    old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+    model, old, new = random_move(random, owners=seed % 4 == 0)
     n_old, n = old[0].world_size, max(old[0].world_size, new[0].world_size) + seed % 3
     others = [random.sample(range(n), random.randint(0, 2)) for _ in range(n_old)]
     holders = {
@@ -354,8 +352,7 @@ def test_what_nodes_are_called_changes_their_names_alone(
 ) -> None:
     """The links are in the order of these; few links of many nodes are put in order otherwise."""
     random = Random(seed)
-    model = random_model(random)
-    old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+    model, old, new = random_move(random)
     n = max(old[0].world_size, new[0].world_size)
     more = {"room": Room(), "pace": TransferRates(), "holders": live(old[0].world_size)}
     names = [f"n{i}" for i in range(n)]

@@ -14,8 +14,8 @@ from support.reshard.reshard_cases import (
     all_elements,
     elements,
     lost_tensor,
-    random_cut,
     random_model,
+    random_move,
 )
 
 from elastic.errors import StateLost
@@ -77,8 +77,7 @@ def test_random_pairs_are_covered_exactly_once(seed: int, common: str) -> None:
     """Old ranks are new ranks, partly new ranks, or none of them; some boxes have a second holder;
     nodes have 1-4 workers."""
     random = Random(seed)
-    model = random_model(random, owners=seed % 2 > 0)
-    old, new = random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+    model, old, new = random_move(random, owners=seed % 2 > 0)
     n_old, n_new = old[0].world_size, new[0].world_size
     n_kept = {"none": 0, "some": random.randint(0, min(n_old, n_new)), "all": min(n_old, n_new)}[
         common

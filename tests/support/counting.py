@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container
 from types import FrameType
 from typing import Any
 
@@ -30,11 +31,18 @@ def operations(work: Callable[[], object]) -> int:
 
 def calls(work: Callable[[], object]) -> int:
     """Python functions that are entered: fewer, and counted faster."""
-    found = 0
+    return calls_by_name(work, of=("call",)).total()
 
-    def count(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal found
-        found += event == "call"
+
+def calls_by_name(
+    work: Callable[[], object], of: Container[str] = ("call", "c_call")
+) -> Counter[str]:
+    """Of functions, Python's and C's, in this thread."""
+    seen: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, what: Any) -> None:
+        if event in of:
+            seen[frame.f_code.co_qualname if event == "call" else what.__qualname__] += 1
 
     before = sys.getprofile()
     sys.setprofile(count)
@@ -42,7 +50,7 @@ def calls(work: Callable[[], object]) -> int:
         work()
     finally:
         sys.setprofile(before)
-    return found
+    return seen
 
 
 def growth(

@@ -77,6 +77,12 @@ def random_cut(random: Random, n_blocks: int) -> Cut:
     return layout, tuple(b - a for a, b in zip([0, *bounds], [*bounds, n_blocks]))
 
 
+def random_move(random: Random, owners: bool = False) -> tuple[ModelProfile, Cut, Cut]:
+    """A model, and how it is cut before and after."""
+    model = random_model(random, owners)
+    return model, random_cut(random, model.n_blocks), random_cut(random, model.n_blocks)
+
+
 def elements(parts: Iterable[Box | Transfer]) -> Counter[Element]:
     """How often each element of each tensor lies in one of `parts`."""
     return Counter(

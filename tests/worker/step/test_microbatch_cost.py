@@ -3,13 +3,13 @@ ones is bound by it on a GPU."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.counting import calls_by_name
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,25 +55,6 @@ def operations(work: Callable[[], Any]) -> Counter[str]:
     return counted.seen
 
 
-def calls(work: Callable[[], Any]) -> Counter[str]:
-    """Of functions, Python's and C's, in this thread."""
-    seen: Counter[str] = Counter()
-
-    def note(frame: Any, event: str, what: Any) -> None:
-        if event == "call":
-            seen[frame.f_code.co_qualname] += 1
-        elif event == "c_call":
-            seen[what.__qualname__] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return seen
-
-
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ours, Plain]]:
     """Elastic's steps with the marks of a GPU, plain FSDP2's."""
@@ -106,7 +87,7 @@ def of_one_more(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "most"),
-    [(operations, OPERATIONS_MORE), (calls, CALLS_MORE * N_BLOCKS + OTHERS_MORE)],
+    [(operations, OPERATIONS_MORE), (calls_by_name, CALLS_MORE * N_BLOCKS + OTHERS_MORE)],
     ids=["operations", "calls"],
 )
 def test_a_micro_batch_costs_hardly_more_than_plain_fsdp2(
