@@ -32,8 +32,8 @@ SELECTED = {
     "whole": "whole and not gpu"
 }  # fmt: skip
 # Processes of pytest-xdist; which runs what: support/scheduling.py. Those of unit wait for a quarter
-# of their time (pools, servers, bounds), those of e2e for two fifths: a third one uses it.
-PARALLEL = {"unit": ("-n", "3"), "e2e": ("-n", "3"), "whole": ("-n", "2")}
+# of their time (pools, servers, bounds), the others for two fifths: a third one uses it.
+PARALLEL = ("-n", "3")
 TIERS = ("lint", *SELECTED)
 WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for docs/proven.md
 
@@ -83,7 +83,7 @@ def tests(tier: str, options: Sequence[str]) -> Ran:
             "-q",
             "-m",
             SELECTED[tier],
-            *PARALLEL.get(tier, ()),
+            *PARALLEL,
             f"--junitxml={report}",
             *options,
         ]

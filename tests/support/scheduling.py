@@ -18,8 +18,8 @@ from xdist.workermanage import WorkerController
 
 SHARED = "tests/worker/"  # each folder in it is a group
 APART = (
-    "tests/api/test_init_job.py", "tests/bench/test_smoke.py", "tests/e2e/test_run.py",
-    "tests/e2e/test_scenarios.py", "tests/e2e/test_script.py",
+    "tests/api/test_init_job.py", "tests/bench/test_smoke.py", "tests/e2e/test_chaos_runs.py",
+    "tests/e2e/test_run.py", "tests/e2e/test_scenarios.py", "tests/e2e/test_script.py",
 )  # fmt: skip
 UNKNOWN_S = 15.0
 

@@ -194,6 +194,8 @@ class ForwardBackward:
         def loss(output: Any, rows: range) -> torch.Tensor:
             if rows.stop > valid:
                 rows = range(rows.start, max(rows.start, valid))
+                if not rows:  # padding of an evaluation alone: losses need not bear no rows
+                    return torch.zeros((), device=self.device)
                 output = first_rows(output, len(rows))
             chosen = rows_in(batch, rows)
             if self.metrics is not None and self.program.metrics is not None and len(rows):

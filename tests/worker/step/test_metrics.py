@@ -77,6 +77,19 @@ def test_metrics_are_per_token_and_own_sums_per_their_count(evaluated: Any) -> N
     assert set(found) == {"validation_loss", "right", "first_loss"}
 
 
+def test_a_loss_is_not_asked_of_no_rows(evaluated: Any) -> None:
+    """Of the last 3 rows of 5 none is in the second micro-batch."""
+    rows: list[int] = []  # 3, 2, 3, 2, 3
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        rows.append(int(batch["target"].amax(-1).numel()))
+        return TINY.loss(output, batch)
+
+    found = evaluated(replace(TINY, loss=loss))
+    assert found == evaluated(TINY)
+    assert (sum(rows), min(rows)) == (N_SAMPLES, 2)
+
+
 def test_it_says_before_each_batch_that_it_gets_on(evaluated: Any) -> None:
     ticks: list[int] = []
     evaluated(TINY, lambda: ticks.append(1))
