@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,8 @@ OURS = f"{PACKAGE}{os.sep}"
 STDLIB, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
 LIBRARIES = ("<", OURS, STDLIB, INSTALLED)
 # of what is installed, a model may be the user's, torch is not
+BACKWARD, AUTOGRAD = "its backward pass", f"torch{os.sep}autograd{os.sep}graph.py"
+STOOD = "_elastic_stood_at"
 MACHINERY = ("<", f"{OURS}worker{os.sep}", f"{INSTALLED}torch{os.sep}")
 
 
@@ -39,6 +41,31 @@ def user_line() -> str:
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def place_among(frames: Iterable[tuple[str, int]]) -> str:
+    """Where a program is, by files and lines from the innermost frame outwards: in a file that is
+    neither torch's nor ours, or else in a backward pass; '' = in neither."""
+    backward = ""
+    for file, line in frames:
+        if file.endswith(AUTOGRAD):
+            backward = BACKWARD
+        python = file.startswith(STDLIB) and not file.startswith(INSTALLED)
+        if not python and not file.startswith(("<", OURS, MACHINERY[-1])):
+            return f"{file}, line {line}"
+    return backward
+
+
+def stood_at(error: BaseException) -> str:
+    """Where a program was when this was raised, as `place_among`."""
+    frames = [(one.filename, one.lineno or 0) for one in traceback.extract_tb(error.__traceback__)]
+    return str(getattr(error, STOOD, "")) or place_among(reversed(frames))
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """It holds nothing any more but where its program was."""
+    setattr(error, STOOD, stood_at(error))
+    return error.with_traceback(None)
 
 
 def user_traceback(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError
 from elastic.text import n_of
+from elastic.user_frames import without_frames
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process_groups.transport import is_collective_error
 
@@ -75,7 +76,7 @@ class LoopModel:
         except Exception as error:
             if self._live and not is_collective_error(error):
                 raise
-            self.__dict__["_error"] = error.with_traceback(None)
+            self.__dict__["_error"] = without_frames(error)
             return False
         return True
 

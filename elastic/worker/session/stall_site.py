@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import sysconfig
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Literal
 
 import torch
 
+from elastic.user_frames import place_among
 from elastic.version import PACKAGE
 from elastic.worker.process.doing import Doing, Said, innermost_frames, said
 
@@ -50,9 +51,19 @@ def _site(frame: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doin
         elif (found := _outside(file)) is not None:
             if found == "others" and not ours and (called := _called_at(frame)):
                 return "script", called
+            if found == "others" and not ours:
+                return found, place_among(_outwards(frame)) or line
             return ("own", ours) if ours else (found, line)
         frame = frame.f_back
     return ("own", ours) if ours else ("", "")
+
+
+def _outwards(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    for _ in range(FRAMES_MOST):
+        if frame is None:
+            break
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
 
 
 def _called_at(frame: FrameType | None) -> str:
