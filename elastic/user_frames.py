@@ -6,12 +6,12 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
-from elastic.text import LOG_MARK
+from elastic.text import LOG_MARK, n_of
 from elastic.version import PACKAGE
 
 OURS = f"{PACKAGE}{os.sep}"
@@ -19,6 +19,9 @@ STDLIB, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdl
 LIBRARIES = ("<", OURS, STDLIB, INSTALLED)
 # of what is installed, a model may be the user's, torch is not
 BACKWARD, AUTOGRAD = "its backward pass", f"torch{os.sep}autograd{os.sep}graph.py"
+COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}distributed_c10d.py"  # what programs call
+# in which it gets what it sends, or what it fills
+TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output")
 STOOD = "_elastic_stood_at"
 MACHINERY = ("<", f"{OURS}worker{os.sep}", f"{INSTALLED}torch{os.sep}")
 
@@ -43,22 +46,35 @@ def user_line() -> str:
     return ""
 
 
-def place_among(frames: Iterable[tuple[str, int]]) -> str:
-    """Where a program is, by files and lines from the innermost frame outwards: in a file that is
-    neither torch's nor ours, or else in a backward pass; '' = in neither."""
-    backward = ""
-    for file, line in frames:
+def place_among(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Where a program is, by frames and lines from the innermost one outwards: in a file that is
+    neither torch's nor ours, or else in a backward pass; '' = in neither. With the collective that
+    it is in, and how large that is: what ranks do at one line may be another on each."""
+    backward = collective = ""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if file.endswith(COLLECTIVES):
+            collective = f" ({frame.f_code.co_name}{_size(frame.f_locals)})"
         if file.endswith(AUTOGRAD):
             backward = BACKWARD
         python = file.startswith(STDLIB) and not file.startswith(INSTALLED)
         if not python and not file.startswith(("<", OURS, MACHINERY[-1])):
-            return f"{file}, line {line}"
-    return backward
+            return f"{file}, line {line}{collective}"
+    return backward and backward + collective
+
+
+def _size(given: Mapping[str, Any]) -> str:
+    """Of what a collective is called with."""
+    tensor = next((given[name] for name in TENSORS if hasattr(given.get(name), "numel")), None)
+    return "" if tensor is None else f" of {n_of(tensor.numel(), 'number')}"
 
 
 def stood_at(error: BaseException) -> str:
     """Where a program was when this was raised, as `place_among`."""
-    frames = [(one.filename, one.lineno or 0) for one in traceback.extract_tb(error.__traceback__)]
+    frames, trace = list[tuple[FrameType, int]](), error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
     return str(getattr(error, STOOD, "")) or place_among(reversed(frames))
 
 

@@ -97,7 +97,7 @@ def unlike_collectives(ranks: Sequence[RankSite]) -> tuple[bool, str]:
                 f"rank {ahead} has begun {n_of(mine[ahead], 'collective')} of {axis} and "
                 f"{theirs[ahead]} of {other}, rank {behind} {mine[behind]} and {theirs[behind]}"
             )
-    places = {at.where if ", line " in at.where or at.where == BACKWARD else "" for at in ranks}
+    places = {at.where if ", line " in at.where or BACKWARD in at.where else "" for at in ranks}
     uneven = any(len(set(counts.values())) > 1 for counts in groups.values())
     if len(places) > 1 or uneven:
         return False, "all ranks wait in collectives that are not the same ones"

@@ -12,14 +12,13 @@ from typing import Literal
 
 import torch
 
-from elastic.user_frames import place_among
+from elastic.user_frames import COLLECTIVES, place_among
 from elastic.version import PACKAGE
 from elastic.worker.process.doing import Doing, Said, innermost_frames, said
 
 HERE = f"{PACKAGE}{os.sep}"
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 FRAMES_MOST = 200
-COLLECTIVES = "/torch/distributed/distributed_c10d.py"  # what programs call
 AROUND = "/torch/distributed/c10d_logger.py"
 
 
@@ -58,11 +57,11 @@ def _site(frame: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doin
     return ("own", ours) if ours else ("", "")
 
 
-def _outwards(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
     for _ in range(FRAMES_MOST):
         if frame is None:
             break
-        yield frame.f_code.co_filename, frame.f_lineno
+        yield frame, frame.f_lineno
         frame = frame.f_back
 
 
