@@ -291,12 +291,15 @@ class Liveness:
     def mismatch(self, plan: Plan) -> str:
         """Of ranks that all wait in collectives: how these do not match; '' = they do, as far as
         can be told. Where the numbers of collectives contradict each other that is sure; else they
-        get the time that a rank gets which does not come."""
+        get the time that a rank gets which does not come, and in a first step, of which nobody
+        knows how long it takes, that of one collective on a slow network."""
         ranks, quiet_s = self._all_waiting(plan)
         if not ranks or plan.layout.pp > 1 or quiet_s <= self._least_s:
             return ""
         sure, text = unlike_collectives(ranks)
-        return text if sure or quiet_s > self._many_steps_s(plan.generation) else ""
+        timed = plan.generation in self.step_time_s
+        most_s = self._many_steps_s(plan.generation) if timed else max(self._least_s, STUCK_LEAST_S)
+        return text if sure or quiet_s > most_s else ""
 
     def _answers_now(self, seen: _Seen) -> bool:
         """Is its newest answer that of just now?"""

@@ -23,6 +23,7 @@ from elastic.text import n_of
 from elastic.user_frames import without_frames
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process_groups.transport import is_collective_error
+from elastic.worker.program.calls import ModelCall
 
 
 class GenerationAborted(ConnectionAbortedError):
@@ -164,6 +165,11 @@ class _Shape:
 
 def _outline(value: Any) -> Any:
     return mapped(value, _Shape)
+
+
+def outline_of(call: ModelCall) -> str:
+    """What it is called with, without values: names, shapes and kinds."""
+    return repr(_outline((call.args, dict(call.kwargs))))
 
 
 def _zeros(outline: Any, device: torch.device) -> Any:

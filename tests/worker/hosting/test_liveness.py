@@ -248,9 +248,10 @@ def test_collectives_that_do_not_match_are_told_from_a_rank_that_does_not_come()
     """At once where their numbers contradict each other; else when a rank would be named."""
     plan = Plan(1, Layout(dp_shard=2), (A, B), (1, 1), (1,))
 
-    def after(seconds: float, *beats: Beat, pp: int = 1) -> list:
+    def after(seconds: float, *beats: Beat, pp: int = 1, timed: bool = True) -> list:
         liveness = Liveness(0.5, patience_s=60.0)
-        liveness.stepped(1, 1.0)
+        if timed:
+            liveness.stepped(1, 1.0)
         for worker, beat in zip((A, B), beats, strict=True):
             liveness.answered(worker, beat)
         for look in range(int(seconds * 4)):
@@ -270,3 +271,5 @@ def test_collectives_that_do_not_match_are_told_from_a_rank_that_does_not_come()
     assert not after(14, *places), "fifteen of its steps"
     assert [failed.kind for failed in after(16, *places)] == ["mismatch"]
     assert not after(16, places[0], beat(8, 1, "own")), "one may still come"
+    assert not after(29, *places, timed=False) and after(11, *crossed, timed=False)
+    assert [failed.kind for failed in after(31, *places, timed=False)] == ["mismatch"]
