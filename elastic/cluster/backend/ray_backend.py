@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -327,14 +328,21 @@ class RayBackend(HostingBackend):
         plan = self._plan
         if plan is None or dead not in plan.ranks:
             return []
-        unlike = WorkerFailed(dead, plan.generation, "mismatch", f"its process has died{words}")
+        said = re.sub(r"\[enforce fail at \S+\] ", "", words)  # a place in gloo's source
+        unlike = WorkerFailed(dead, plan.generation, "mismatch", f"its process has died{said}")
         if not self.run.logs:
             return [unlike]
         pids = [pid if one == dead else self.worker_group.pid(one) for one in plan.ranks]
         files = [calls_file(Path(self.run.logs), one) for one in pids]
         ranks = {n: calls_in(file, plan.generation) for n, file in enumerate(files)}
         told = difference(ranks) if all(ranks.values()) else ""
-        return [replace(unlike, kind="program", error=told) if told else unlike]
+        if told:
+            return [replace(unlike, kind="program", error=told)]
+        last = next(
+            (part.places[-1] for part in reversed(ranks[plan.ranks.index(dead)]) if part.places), ""
+        )
+        behind = f"; its script had come to {last}" if last else ""
+        return [replace(unlike, error=unlike.error + behind)]
 
     def _last_words(self, pid: int) -> str:
         """Of a process, as `; it wrote: ...`; '' = it wrote nothing, or not where this driver can

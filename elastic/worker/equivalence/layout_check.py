@@ -124,7 +124,8 @@ def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
     """By what its loop calls its model with first to train it, and by what before."""
     if asked.model_bytes > free_host_bytes() // 2:
         size = f"{asked.model_bytes / 1e9:.1f} GB"
-        return Verdict(skipped=f"its model has {size}, more than there is room for", steady=False)
+        room = "more than there is room for: start it where twice as much memory is free"
+        return Verdict(skipped=f"its model has {size}, {room}", steady=False)
     job = asked.job
     program = first_call(ScriptSource.of(job, function), lambda data: batch_of(data, None))
     asked = replace(asked, job=replace(job, script=None))

@@ -18,7 +18,7 @@ from elastic.worker.process.call_log import CallLog
 
 RANKS = (WorkerId("n1", 0), WorkerId("n1", 1))
 PIDS = dict(zip(RANKS, (70, 71), strict=True))
-GLOO = "[enforce fail] 20 vs 10. Is there a distributed collective mismatch in your code?"
+GLOO = "[enforce fail at /a/pair.cc:456] 20 vs 10. Is there a distributed collective mismatch in your code?"
 
 
 def kept(folder: Path, pid: int, n_calls: int, generation: int = 3) -> None:
@@ -64,4 +64,6 @@ def test_no_line_is_said_where_nothing_is_known(tmp_path: Path, how: str) -> Non
     found = failures(tmp_path, "out of memory" if how == "killed" else GLOO)
     unlike = [] if how == "killed" else ["mismatch"]
     assert [kind for kind, _ in found] == [*unlike, "process"]
-    assert all(GLOO in said for _, said in found[:-1]), "what the process has said is all"
+    assert all("20 vs 10. Is there" in said and "pair.cc" not in said for _, said in found[:-1])
+    line = f"; its script had come to {__file__}, line "
+    assert [line in said for _, said in found[:-1]] == [how == "the same calls"] * len(unlike)
