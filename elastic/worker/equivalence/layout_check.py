@@ -210,16 +210,8 @@ def _compared(
         small = SmallCopy(program, profile)
         batch = shortened(small, batch)
         check_rows(small, batch)
-    except TooLarge as error:
-        return replace(
-            found, skipped=f"too large to be compared on this machine: {error}", steady=False
-        )
     except Exception as error:  # noqa: BLE001 - the user's model
-        return replace(
-            found,
-            skipped=str(error) if isinstance(error, ElasticError) else told(error),
-            steady=False,
-        )
+        return replace(found, skipped=_not_compared(error), steady=False)
     job, equal, limit, took = job_of_copy(asked.job), dict(found.equal or {}), 0, 0.0
     until_s = time.monotonic() + asked.most_s
     for axis in axes:
@@ -256,6 +248,12 @@ def _compared(
             structure = replace(structure, notes=(*structure.notes, *note))
     most = min(filter(None, (limit, found.tp_limit)), default=0)
     return replace(found, structure=structure, equal=equal, tp_limit=most)
+
+
+def _not_compared(error: Exception) -> str:
+    if isinstance(error, TooLarge):
+        return f"too large to be compared on this machine: {error}"
+    return str(error) if isinstance(error, ElasticError) else told(error)
 
 
 OF_A_CALL = Words(
