@@ -12,6 +12,7 @@ what they do with others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -99,8 +100,11 @@ def unlike_collectives(ranks: Sequence[RankSite]) -> tuple[bool, str]:
             )
     places = {at.where if ", line " in at.where or BACKWARD in at.where else "" for at in ranks}
     uneven = any(len(set(counts.values())) > 1 for counts in groups.values())
+    kinds = {found[1] for at in ranks if (found := re.search(r"\((\w+) of \d", at.where))}
     if len(places) > 1 or uneven:
-        return False, "all ranks wait in collectives that are not the same ones"
+        # as many are begun, of more than one kind; else a network may have lost something
+        sure = not uneven and len(kinds) > 1
+        return sure, "all ranks wait in collectives that are not the same ones"
     return False, ""
 
 

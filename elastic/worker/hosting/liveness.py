@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Protocol
 
-from elastic.types import Event, Job, Plan, Silent, WorkerFailed, WorkerId
+from elastic.types import Event, FailureKind, Job, Plan, Silent, WorkerFailed, WorkerId
 from elastic.worker.hosting.absent_ranks import Arrived, RankSite, absent_ranks, unlike_collectives
 from elastic.worker.process.call_log import PartCalls, difference, unshared
 from elastic.worker.process.doing import PATIENT, WAITING, Doing
@@ -213,9 +213,12 @@ class Liveness:
         if unequal := self.unequal_calls(plan) or self.unshared_collective(plan):
             self._aborted.add(plan.generation)
             return [WorkerFailed(plan.ranks[0], plan.generation, "program", unequal)]
-        if unlike := self.mismatch(plan):
+        sure, unlike = self.mismatch(plan)
+        if unlike:
             self._aborted.add(plan.generation)
-            return [WorkerFailed(plan.ranks[0], plan.generation, "mismatch", unlike)]
+            # what looks so may be a network that has lost something: that is no fault of the program
+            kind: FailureKind = "mismatch" if sure else "collective"
+            return [WorkerFailed(plan.ranks[0], plan.generation, kind, unlike)]
         found = self.absent_ranks(plan)
         if found:
             return [*found]
@@ -288,18 +291,18 @@ class Liveness:
             return ""
         return unshared(alone, len(ranks))
 
-    def mismatch(self, plan: Plan) -> str:
-        """Of ranks that all wait in collectives: how these do not match; '' = they do, as far as
-        can be told. Where the numbers of collectives contradict each other that is sure; else they
+    def mismatch(self, plan: Plan) -> tuple[bool, str]:
+        """Of ranks that all wait in collectives: whether these surely do not match, and how; '' =
+        they do, as far as can be told. Where the numbers of collectives contradict each other that is sure; else they
         get the time that a rank gets which does not come, and in a first step, of which nobody
         knows how long it takes, that of one collective on a slow network."""
         ranks, quiet_s = self._all_waiting(plan)
         if not ranks or plan.layout.pp > 1 or quiet_s <= self._least_s:
-            return ""
+            return False, ""
         sure, text = unlike_collectives(ranks)
         timed = plan.generation in self.step_time_s
         most_s = self._many_steps_s(plan.generation) if timed else max(self._least_s, STUCK_LEAST_S)
-        return text if sure or quiet_s > most_s else ""
+        return sure, text if sure or quiet_s > most_s else ""
 
     def _answers_now(self, seen: _Seen) -> bool:
         """Is its newest answer that of just now?"""

@@ -296,6 +296,8 @@ LINE, BACK = "m.py, line 3", "its backward pass (all_reduce of 9 numbers)"
         ((LINE, 3, 2), (LINE, 4, 1), True, "has begun 2 collectives of plan and 3 of fsdp, rank"),
         ((BACK, 4, 1), (LINE, 4, 1), False, "not the same ones"),
         ((BACK, 4, 1), ("commit.py:9 in f", 4, 1), False, "not the same ones"),
+        ((BACK, 4, 1), (f"{LINE} (all_gather of 9 numbers)", 4, 1), True, "not the same ones"),
+        ((BACK, 3, 1), (f"{LINE} (all_gather of 9 numbers)", 4, 1), False, "not the same ones"),
         ((LINE, 3, 1), (LINE, 4, 1), False, "not the same ones"),
         ((LINE, 4, 1), (LINE, 4, 1), False, ""),
         (("a.py:1 in f", 4, 1), ("b.py:9 in g", 4, 1), False, ""),

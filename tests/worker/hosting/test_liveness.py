@@ -269,7 +269,7 @@ def test_collectives_that_do_not_match_are_told_from_a_rank_that_does_not_come()
     assert not after(11, *crossed, pp=2), "stages are not in the same groups"
     places = beat(8, 1, where="m.py, line 3"), beat(8, 1, where="its backward pass")
     assert not after(14, *places), "fifteen of its steps"
-    assert [failed.kind for failed in after(16, *places)] == ["mismatch"]
+    assert [failed.kind for failed in after(16, *places)] == ["collective"], "a network's, perhaps"
     assert not after(16, places[0], beat(8, 1, "own")), "one may still come"
     assert not after(29, *places, timed=False) and after(11, *crossed, timed=False)
-    assert [failed.kind for failed in after(31, *places, timed=False)] == ["mismatch"]
+    assert [failed.kind for failed in after(31, *places, timed=False)] == ["collective"]
