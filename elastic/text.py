@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 GIB, MIB = 2**30, 2**20
 DAY_S = 86400.0
+RANKS_SHOWN, PLACES_SHOWN = 4, 6
 LOG_MARK = "--- elastic: "  # begins lines of a worker's log that stay there: they are not shown
 
 
 def n_of(n: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{n} {noun}" + ("" if n == 1 else "s")
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 2, 4 and 12 more`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - RANKS_SHOWN} more" if len(ranks) > RANKS_SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[:RANKS_SHOWN]))}{more}"
+
+
+def ranks_by_place(places: Mapping[int, str]) -> str:
+    """`rank 0 stood at a.py, line 3, ranks 1, 2 at a.py, line 9`."""
+    found: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        found.setdefault(place, []).append(rank)
+    said = [f"{ranks_of(ranks)} at {place}" for place, ranks in found.items()]
+    more = (
+        f" and {n_of(len(said) - PLACES_SHOWN, 'more place')}" if len(said) > PLACES_SHOWN else ""
+    )
+    return ", ".join(said[:PLACES_SHOWN]).replace(" at ", " stood at ", 1) + more
 
 
 def count(value: float) -> str:

@@ -6,18 +6,23 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
-from elastic.text import LOG_MARK
+from elastic.text import LOG_MARK, n_of
 from elastic.version import PACKAGE
 
 OURS = f"{PACKAGE}{os.sep}"
 STDLIB, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
 LIBRARIES = ("<", OURS, STDLIB, INSTALLED)
 # of what is installed, a model may be the user's, torch is not
+BACKWARD, AUTOGRAD = "its backward pass", f"torch{os.sep}autograd{os.sep}graph.py"
+COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}distributed_c10d.py"  # what programs call
+# in which it gets what it sends, or what it fills
+TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output")
+STOOD = "_elastic_stood_at"
 MACHINERY = ("<", f"{OURS}worker{os.sep}", f"{INSTALLED}torch{os.sep}")
 
 
@@ -39,6 +44,44 @@ def user_line() -> str:
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def place_among(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Where a program is, by frames and lines from the innermost one outwards: in a file that is
+    neither torch's nor ours, or else in a backward pass; '' = in neither. With the collective that
+    it is in, and how large that is: what ranks do at one line may be another on each."""
+    backward = collective = ""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if file.endswith(COLLECTIVES):
+            collective = f" ({frame.f_code.co_name}{_size(frame.f_locals)})"
+        if file.endswith(AUTOGRAD):
+            backward = BACKWARD
+        python = file.startswith(STDLIB) and not file.startswith(INSTALLED)
+        if not python and not file.startswith(("<", OURS, MACHINERY[-1])):
+            return f"{file}, line {line}{collective}"
+    return backward and backward + collective
+
+
+def _size(given: Mapping[str, Any]) -> str:
+    """Of what a collective is called with."""
+    tensor = next((given[name] for name in TENSORS if hasattr(given.get(name), "numel")), None)
+    return "" if tensor is None else f" of {n_of(tensor.numel(), 'number')}"
+
+
+def stood_at(error: BaseException) -> str:
+    """Where a program was when this was raised, as `place_among`."""
+    frames, trace = list[tuple[FrameType, int]](), error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return str(getattr(error, STOOD, "")) or place_among(reversed(frames))
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """It holds nothing any more but where its program was."""
+    setattr(error, STOOD, stood_at(error))
+    return error.with_traceback(None)
 
 
 def user_traceback(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.policy import restarts
 from elastic.policy.copies import recovery
 from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, removal, tried_until_s
-from elastic.policy.faults import retries
+from elastic.policy.faults import recurring_breaks, retries
 from elastic.policy.pools import limits
 from elastic.policy.state.state import State, StopWish
 from elastic.types import AUTO, Abort, Decision, Quiesce, Stop
@@ -25,7 +25,7 @@ def ended(state: State, now_s: float) -> Decision | None:
     if state.steps and state.saved_step >= state.steps:
         done = f"all {state.steps} steps finished; the checkpoint of the last step is stored"
         return Decision((*removal(state).actions, Stop("succeeded", done)), done)
-    why = retries.gave_up(state)
+    why = recurring_breaks.verdict(state) or retries.gave_up(state)
     return stop("failed", why) if why else None
 
 

@@ -39,6 +39,8 @@ class DriverStarted(Event):
     `begins_anew`: a run that stores checkpoints and has lost its state before the first one begins
     anew, whatever that costs (else it ends, where that is much): likewise. `waits_to_save`: the
     checkpoint of the last step is tried for `orphan_lease_s` (else a few times): likewise.
+    `blames_program`: a step that breaks again and again, while those before it are redone each
+    time, ends the run (else its nodes are quarantined): likewise.
     """
 
     run: str
@@ -60,6 +62,7 @@ class DriverStarted(Event):
     leaves_out: bool = False
     begins_anew: bool = False
     waits_to_save: bool = False
+    blames_program: bool = False
 
 
 @dataclass(frozen=True)
@@ -360,7 +363,9 @@ class WorkerFailed(Event):
     same, and no step was made. device: its GPU cannot be used any more (a sticky CUDA error, or a
     critical Xid), in `step` (0 = in no step); the process still serves what it has in host memory.
     program with `do` = retry: a device-side assert in `step`, after which the process cannot use
-    its GPU either. `frames`: of an error of the user's code, as its traceback shows it.
+    its GPU either. mismatch: the ranks have made collectives that do not match, each in the belief
+    that the others make the same. `frames`: of an error of the user's code, as its traceback shows
+    it.
     """
 
     worker: WorkerId
@@ -383,7 +388,8 @@ class Quiesced(Event):
     `commit`: what its last commit all-reduce gave it (that of step `step`). `pending_step`: it
     holds the reduced gradients of this step, but the commit broke before it had the result; -1 =
     none. `earlier`: steps before `step`, the newest last, and what is to be told of each. Goes from
-    worker to backend, which tells the policy those that nobody has reported.
+    worker to backend, which tells the policy those that nobody has reported. `at`: where its
+    program stood in a collective that broke, or was aborted; '' = in none.
     """
 
     worker: WorkerId
@@ -393,6 +399,7 @@ class Quiesced(Event):
     commit: tuple[float, ...] = ()
     pending_step: int = -1
     earlier: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    at: str = ""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ FailureKind = Literal[
     "guard",
     "layout",
     "device",
+    "mismatch",
 ]
 Outcome = Literal["succeeded", "failed", "stopped"]
 

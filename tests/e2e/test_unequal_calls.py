@@ -106,3 +106,35 @@ def test_a_collective_of_one_ranks_script_ends_the_run_with_its_line(shell: Shel
     failed = [at_s for one in lines for at_s, e in one.events if isinstance(e, WorkerFailed)]
     steps = [at_s for one in lines for at_s, e in one.events if isinstance(e, StepDone)]
     assert failed[0] - max(steps) < 10.0 + NAMED_WITHIN_S, "ten seconds, and what it takes to see"
+
+
+# how it is seen: tests/worker/hosting/test_absent_ranks.py; what is done: tests/policy/faults/test_recurring_breaks.py
+@pytest.mark.whole
+def test_a_branch_of_one_rank_within_the_model_ends_the_run_at_the_second_time(
+    shell: Shell,
+) -> None:
+    """Both ranks call the model equally often; one leaves out a block of it, in one step."""
+    text = SCRIPT.replace("BEFORE", "True").replace("print(run.model(x).sum())", "skips.append(1)")
+    text = text.replace("run.step()\n", "run.step()\n        skips.clear()\n", 1)
+    text = text.replace(
+        "blocks = torch",
+        """skips = []
+
+class Blocks(torch.nn.Sequential):
+    def forward(self, x):
+        for i, block in enumerate(self):
+            x = x if skips and i == 1 else block(x)
+        return x
+
+blocks = torch""",
+    ).replace("blocks = torch.nn.Sequential(", "blocks = Blocks(")
+    (shell.root / "train.py").write_text(text)
+    code, out, _ = shell.call("run", "--script", "train.py", "--local", "--run-name", "r", "--json")
+    summary = last_line(out)
+    said = "step 10 has failed 2 times in a row, the program's ranks do not match: "
+    assert code == 1 and summary["reason"].startswith(said), out[-2000:]
+    assert "rank 0 stood at " in summary["reason"] and "train.py, line " in summary["reason"]
+    assert len(summary["transitions"]) == 2, "it was tried once more"
+    lines = read(Path(shell.root / "elastic_runs" / "r" / "journal.jsonl"))
+    orders = [type(order).__name__ for one in lines for order in one.decision.actions]
+    assert "Quarantine" not in orders

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,11 +63,9 @@ from elastic.types import (
 )  # fmt: skip
 from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter, Commit, write_late_parts
 from elastic.worker.hosting.hosting_backend import HostingBackend
-from elastic.worker.process.call_log import calls_in, difference
+from elastic.worker.process.call_log import MISMATCH, calls_in, difference
 
 log = logging.getLogger(__name__)
-
-MISMATCH = "distributed collective mismatch"  # in what gloo says of bytes that are another call's
 
 
 @dataclass
@@ -295,7 +294,7 @@ class RayBackend(HostingBackend):
         if isinstance(event, GroupsFormed) and event.error:
             self.stores.not_formed()
         if isinstance(event, WorkerFailed):
-            if event.kind in ("collective", "program") and self._plan is not None:
+            if event.kind in ("collective", "mismatch", "program") and self._plan is not None:
                 self._suspect(self._plan.nodes)
             if event.do == "retry":  # another process does; this one cannot use its GPU
                 self._end([event.worker])
@@ -313,7 +312,7 @@ class RayBackend(HostingBackend):
             generation = self.worker_group.generation(worker)
             return [WorkerFailed(worker, generation, "infrastructure", broken.error)]
         words = self._last_words(broken.pid)
-        found = self._unequal_calls(worker, broken.pid) if MISMATCH in words else []
+        found = self._mismatch(worker, broken.pid, words) if MISMATCH in words else []
         self._end([worker])
         ray_id = self.provider.ray_id(worker.node_id)
         why = self.survey.check(ray_id) if ray_id else ""
@@ -323,17 +322,27 @@ class RayBackend(HostingBackend):
         self._suspect([worker.node_id])
         return [*failed]
 
-    def _unequal_calls(self, dead: WorkerId, pid: int) -> list[WorkerFailed]:
+    def _mismatch(self, dead: WorkerId, pid: int, words: str) -> list[WorkerFailed]:
         """Of a process that was sent other bytes than it waited for: what the script of one rank
-        calls and those of others do not, where their files can be read here."""
+        calls and those of others do not, where their files can be read here and differ."""
         plan = self._plan
-        if plan is None or not self.run.logs or dead not in plan.ranks:
+        if plan is None or dead not in plan.ranks:
             return []
+        said = re.sub(r"\[enforce fail at \S+\] ", "", words)  # a place in gloo's source
+        unlike = WorkerFailed(dead, plan.generation, "mismatch", f"its process has died{said}")
+        if not self.run.logs:
+            return [unlike]
         pids = [pid if one == dead else self.worker_group.pid(one) for one in plan.ranks]
         files = [calls_file(Path(self.run.logs), one) for one in pids]
         ranks = {n: calls_in(file, plan.generation) for n, file in enumerate(files)}
         told = difference(ranks) if all(ranks.values()) else ""
-        return [WorkerFailed(dead, plan.generation, "program", told)] if told else []
+        if told:
+            return [replace(unlike, kind="program", error=told)]
+        last = next(
+            (part.places[-1] for part in reversed(ranks[plan.ranks.index(dead)]) if part.places), ""
+        )
+        behind = f"; its script had come to {last}" if last else ""
+        return [replace(unlike, error=unlike.error + behind)]
 
     def _last_words(self, pid: int) -> str:
         """Of a process, as `; it wrote: ...`; '' = it wrote nothing, or not where this driver can

@@ -175,6 +175,8 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
             plan is not None and worker in plan.workers and 0 < event.generation < plan.generation
         )
         return state if stale else process_failed(state, worker, text, at_s=at_s)
+    if kind == "mismatch":
+        return _mismatched(state, event, text, at_s=at_s)
     if kind == "device":
         return _device_failed(state, event, text, at_s=at_s)
     if kind == "program" and event.do == "retry":
@@ -204,6 +206,19 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
             state, event.generation, text, measured_bytes=event.measured_bytes, at_s=at_s
         )
     return failed(state, Failure("infrastructure", text, at_s))
+
+
+def _mismatched(state: State, event: WorkerFailed, text: str, *, at_s: float) -> State:
+    """The ranks of that generation make collectives that do not match. It is retried once: what was
+    sent may have been damaged on its way (see recurring_breaks.py)."""
+    aborted = state.aborting is not None and event.generation == state.aborting.generation
+    if not (state.is_current(event.generation) or aborted):
+        return state
+    broken = {one.generation for one in state.breaks}
+    kept = {number: why for number, why in state.mismatches.items() if number in broken}
+    state = replace(state, mismatches={event.generation: text, **kept})
+    failure = Failure("infrastructure", text, at_s)
+    return explained(state, failure) if aborted else failed(state, failure)
 
 
 def _device_failed(state: State, event: WorkerFailed, text: str, *, at_s: float) -> State:
@@ -296,6 +311,7 @@ def without_faults(state: State, node_id: str) -> dict[str, Any]:
         },
         "short": {name: why for name, why in state.short.items() if name != node_id},
         "apart": tuple(one for one in state.apart if node_id not in one.nodes),
+        "breaks": tuple(one for one in state.breaks if node_id not in one.nodes),
     }
 
 

@@ -64,6 +64,7 @@ def _told(state: State, events: Sequence[Quiesced]) -> dict[str, Any]:
             state.pending,
             {e.worker: e.pending_step if e.pending_step >= 0 else GONE for e in events},
         ),
+        "stood": with_entries(state.stood, {e.worker: e.at for e in events if e.at}),
     }
 
 

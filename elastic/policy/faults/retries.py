@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from elastic.policy.copies.retention import tried_until_s
 from elastic.policy.faults import unreached
+from elastic.policy.faults.recurring_breaks import stood
 from elastic.policy.faults.refused_layouts import unusable_layouts
 from elastic.policy.state.state import State
 
@@ -46,7 +47,8 @@ def gave_up(state: State) -> str:
     waits = failure.at_s < max(unreached.waited_until_s(state), tried_until_s(state) or 0.0)
     if failure.cause == "infrastructure" and state.retries >= most and not waits:
         tried = f"{state.retries} attempts in a row made no progress past step {state.best_step}"
-        parts = (tried, unreached.waited_for(state), f"the last one: {failure.reason}")
+        last = f"the last one: {failure.reason}"
+        parts = (tried, unreached.waited_for(state), last, stood(state))
         return "; ".join(part for part in parts if part)
     # guards count for themselves
     if failure.cause == "rollback" and state.rollbacks - len(state.rolled_back) > ROLLBACKS_MOST:

@@ -9,6 +9,7 @@ from elastic.policy import forming_groups, profiling
 from elastic.policy.copies.retention import ordered_removal
 from elastic.policy.faults import unreached
 from elastic.policy.faults.failures import process_failed, set_status, without, without_faults
+from elastic.policy.faults.recurring_breaks import recorded
 from elastic.policy.pools import hazard
 from elastic.policy.speed.speeds import remembered
 from elastic.policy.state import in_phase
@@ -142,11 +143,13 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
         "infrastructure", f"generation {action.generation} was aborted", at_s
     )
     owing = frozenset(worker for worker in state.members - killed if state.lives(worker))
+    breaks = recorded(state, failure) if state.failure else state.breaks
     aborted = f"generation {action.generation} is aborted: {failure.reason}"
     state = profiling.ended(state, aborted, begun_only=True)
     state = replace(
         state, phase="waiting", plan=None, target=None, failure=None, quiescing=None, repeat=(),
         forming=None, aborting=Aborting(action.generation, at_s, owing, failure),
+        breaks=breaks, stood={},
     )  # fmt: skip
     for worker in sorted(killed):
         state = process_failed(state, worker, failure.reason, at_s=at_s)

@@ -119,6 +119,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "dates_budget": event.dates_budget, "bounds_deaths": event.bounds_deaths,
         "saves_in_any": event.saves_in_any, "leaves_out": event.leaves_out,
         "begins_anew": event.begins_anew, "waits_to_save": event.waits_to_save,
+        "blames_program": event.blames_program,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
@@ -398,6 +399,7 @@ def _stepped(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State
         retries=0 if progress else state.retries,
         left_out_behind=() if progress else state.left_out_behind,
         deaths=() if event.step > state.death_step else state.deaths,
+        breaks=() if state.breaks and event.step >= state.breaks[-1].step else state.breaks,
         digests=digested(state.digests, event),
         losses=with_loss(state.losses, event) if same else state.losses,
         unseen=state.unseen.difference(plan.nodes) if state.unseen else state.unseen,

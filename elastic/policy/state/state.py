@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
+from elastic.policy.state.breaks import Break
 from elastic.types import (
     Abort,
     Copy,
@@ -259,6 +260,7 @@ class State:
     leaves_out: bool = False  # see DriverStarted
     begins_anew: bool = False  # see DriverStarted
     waits_to_save: bool = False  # see DriverStarted
+    blames_program: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
@@ -363,6 +365,10 @@ class State:
     death: str = ""
     death_step: int = 0
     death_generation: int = 0
+    breaks: tuple[Break, ...] = ()  # of one step, in a row without progress past it
+    mismatches: Mapping[int, str] = field(default_factory=dict)  # of generations there, likewise
+    # where ranks of the aborted generation stood
+    stood: Mapping[WorkerId, str] = field(default_factory=dict)
     apart: tuple[Apart, ...] = ()  # in order of their names; until they have met
     # generations behind which nodes were left out for that, in a row without progress
     left_out_behind: tuple[int, ...] = ()

@@ -32,7 +32,7 @@ from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
 from elastic.worker.equivalence.forward_trace import Batch, told
-from elastic.worker.equivalence.layout_values import FAMILIES, OF_LOSS, compare
+from elastic.worker.equivalence.layout_values import FAMILIES, OF_A_PROGRAM, Words, compare
 from elastic.worker.equivalence.loss_is_sum import check_before_start
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
 from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
@@ -121,24 +121,22 @@ def check(asked: CheckRequest, function: TrainFunction | None = None) -> Verdict
 
 
 def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
-    """By what its loop calls its model with first."""
+    """By what its loop calls its model with first to train it, and by what before."""
     if asked.model_bytes > free_host_bytes() // 2:
         size = f"{asked.model_bytes / 1e9:.1f} GB"
-        return Verdict(skipped=f"its model has {size}, more than there is room for", steady=False)
+        room = "more than there is room for: start it where twice as much memory is free"
+        return Verdict(skipped=f"its model has {size}, {room}", steady=False)
     job = asked.job
     program = first_call(ScriptSource.of(job, function), lambda data: batch_of(data, None))
-    assert program.called is not None
-    own, batch = called_program(program, program.called)
-    own = with_job(own, job)
     asked = replace(asked, job=replace(job, script=None))
-    found = _compared(asked, own, trace(own), batch=batch, found=Verdict())
-    no_tp, *notes = (
-        text.replace(OF_LOSS, OF_OUTPUTS).replace("Program.tp", "its tp=")
-        for text in (found.structure.no_tp, *found.structure.notes)
-    )
-    if f": {UNSTEADY}" in no_tp:
-        no_tp += "; trusted_axes: [tp] takes it as right"
-    return replace(found, structure=replace(found.structure, no_tp=no_tp, notes=tuple(notes)))
+    found = Verdict()
+    for call, words in ((program.called, OF_A_CALL), (program.called_before, OF_A_FIRST_CALL)):
+        if call is not None and not found.structure.no_tp and not found.skipped:
+            own, batch = called_program(program, call)
+            own = with_job(own, job)
+            found = _compared(asked, own, trace(own), batch=batch, found=found, words=words)
+    notes = (*program.notes, *found.structure.notes)
+    return replace(found, structure=replace(found.structure, notes=notes))
 
 
 def _of_program(asked: CheckRequest) -> Verdict:
@@ -186,7 +184,13 @@ def _no_cp(program: Program, batch: Batch) -> str:
 
 
 def _compared(
-    asked: CheckRequest, program: Program, profile: ModelProfile, *, batch: Batch, found: Verdict
+    asked: CheckRequest,
+    program: Program,
+    profile: ModelProfile,
+    *,
+    batch: Batch,
+    found: Verdict,
+    words: Words = OF_A_PROGRAM,
 ) -> Verdict:
     structure = found.structure
     closed = structure.close(profile)
@@ -206,17 +210,9 @@ def _compared(
         small = SmallCopy(program, profile)
         batch = shortened(small, batch)
         check_rows(small, batch)
-    except TooLarge as error:
-        return replace(
-            found, skipped=f"too large to be compared on this machine: {error}", steady=False
-        )
     except Exception as error:  # noqa: BLE001 - the user's model
-        return replace(
-            found,
-            skipped=str(error) if isinstance(error, ElasticError) else told(error),
-            steady=False,
-        )
-    job, equal, limit, took = job_of_copy(asked.job), dict[str, float](), 0, 0.0
+        return replace(found, skipped=_not_compared(error), steady=False)
+    job, equal, limit, took = job_of_copy(asked.job), dict(found.equal or {}), 0, 0.0
     until_s = time.monotonic() + asked.most_s
     for axis in axes:
         if time.monotonic() + took > until_s:
@@ -232,11 +228,13 @@ def _compared(
             layout = Layout(
                 tp=next(n for n in range(2, closed.tp_limit + 1) if closed.tp_limit % n == 0)
             )
-        one = compare(small, job, batch, layout=layout)
+        one = compare(small, job, batch, layout=layout, words=words)
         took = one.seconds
         if one.problem:
-            found = replace(found, steady=found.steady and not one.problem.startswith(UNSTEADY))
-            why: dict[str, Any] = {f"no_{axis}": f"{one.layout}: {one.problem}{MENDS[axis]}"}
+            lost = one.problem.startswith(UNSTEADY)
+            found = replace(found, steady=found.steady and not lost)
+            mend = MENDS[axis].format(tp=words.tp) + words.lost * lost
+            why: dict[str, Any] = {f"no_{axis}": f"{one.layout}: {one.problem}{mend}"}
             structure = replace(structure, **why)
             continue
         if one.unclear:
@@ -244,18 +242,32 @@ def _compared(
                 structure, notes=(*structure.notes, f"{axis} was compared {one.unclear}")
             )
             continue
-        equal[axis] = round(one.seconds, 3)
+        equal[axis] = round(equal.get(axis, 0.0) + one.seconds, 3)
         if axis == "tp":
-            limit, note = _largest_tp(asked, small, batch, limit=closed.tp_limit)
+            limit, note = _largest_tp(asked, small, batch, limit=closed.tp_limit, words=words)
             structure = replace(structure, notes=(*structure.notes, *note))
-    return replace(found, structure=structure, equal=equal, tp_limit=limit)
+    most = min(filter(None, (limit, found.tp_limit)), default=0)
+    return replace(found, structure=structure, equal=equal, tp_limit=most)
 
 
-OF_OUTPUTS = "the weighted sum of what run.model(...) gives for"
+def _not_compared(error: Exception) -> str:
+    if isinstance(error, TooLarge):
+        return f"too large to be compared on this machine: {error}"
+    return str(error) if isinstance(error, ElasticError) else told(error)
+
+
+OF_A_CALL = Words(
+    "the weighted sum of what run.model(...) gives for",
+    "its tp=",
+    "; trusted_axes: [tp] takes it as right",
+)
+OF_A_FIRST_CALL = replace(
+    OF_A_CALL, value="the weighted sum of what its first run.model(...), before training, gives for"
+)
 UNSTEADY = "its ranks"  # have lost each other: it may have been the machine
 MENDS = {
     "dp": "",
-    "tp": "; look at Program.tp and at what the cut modules do with sizes",
+    "tp": "; look at {tp} and at what the cut modules do with sizes",
     "cp": "; all but elastic.attention must act on each position alone",
     "pp": "; look at what `forward` does outside of the blocks",
     "ep": "; an expert must act on each token alone, and give its sum by the weights that it gets",
@@ -263,13 +275,14 @@ MENDS = {
 
 
 def _largest_tp(
-    asked: CheckRequest, small: SmallCopy, batch: Batch, *, limit: int
+    asked: CheckRequest, small: SmallCopy, batch: Batch, *, limit: int, words: Words
 ) -> tuple[int, tuple[str, ...]]:
     """Sizes of tp that the run may take, tried in as many processes: 0 = all; else up to the first
     that does not go."""
     for tp in sorted(set(asked.tps)):
         if tp > 2 and limit % tp == 0:
-            one = compare(small, job_of_copy(asked.job), batch, layout=Layout(tp=tp))
+            layout = Layout(tp=tp)
+            one = compare(small, job_of_copy(asked.job), batch, layout=layout, words=words)
             if one.problem:
                 most = max(n for n in range(1, tp) if limit % n == 0)
                 return most, (f"tp is at most {most}: tp={tp}: {one.problem}",)

@@ -58,8 +58,17 @@ WAITED = (
     "the same weights, and "
     "forward must not use threads that were started when the program was imported"
 )
-OF_LOSS = "the loss of"
 FORKS = get_context("fork")
+
+
+@dataclass(frozen=True)
+class Words:
+    """How what is compared is called; `lost`: what is to be added where its ranks have lost each
+    other."""
+
+    value: str = "the loss of"
+    tp: str = "Program.tp"
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,22 +84,30 @@ class Compared:
     unclear: str = ""  # with what it was compared, where that is not enough to call it equal
 
 
+OF_A_PROGRAM = Words()
+
+
 def compare(
-    small: SmallCopy, job: Job, batch: Batch, *, layout: Layout, most_s: float = FAMILY_MOST_S
+    small: SmallCopy,
+    job: Job,
+    batch: Batch,
+    *,
+    layout: Layout,
+    words: Words = OF_A_PROGRAM,
+    most_s: float = FAMILY_MOST_S,
 ) -> Compared:
     """Runs the layout in processes of its own. Never raises for what the program does there. Ranks
     that have parts of the sequences get these as long as this machine allows, of fewer samples
     where need be."""
     if layout.cp == 1 or small.long_batch is None:
-        return _compare(small, job, batch, layout=layout, most_s=most_s)
+        return _compare(small, job, batch, layout=layout, words=words, most_s=most_s)
     n = positions(small.long_batch)
     rows, most = longest(small, small.long_batch)
     long = {key: x[:rows] for key, x in small.long_batch.items()}
-    found = _compare(
-        small, job, first_positions(long, most) if most < n else long, layout=layout, most_s=most_s
-    )
+    cut = first_positions(long, most) if most < n else long
+    found = _compare(small, job, cut, layout=layout, words=words, most_s=most_s)
     if found.problem.startswith(WAITED):
-        found = _compare(small, job, batch, layout=layout, most_s=most_s)
+        found = _compare(small, job, batch, layout=layout, words=words, most_s=most_s)
         most = positions(batch)
     if most == n or found.problem:
         return found
@@ -101,7 +118,7 @@ def compare(
 
 
 def _compare(
-    small: SmallCopy, job: Job, batch: Batch, *, layout: Layout, most_s: float
+    small: SmallCopy, job: Job, batch: Batch, *, layout: Layout, words: Words, most_s: float
 ) -> Compared:
     began = time.monotonic()
     try:
@@ -139,7 +156,7 @@ def _compare(
     if lost or len(found) < layout.world_size:
         return Compared(str(layout), LOST if lost else WAITED, seconds)
     answers = [answer for _, answer in found.values()]
-    judged = _judged(layout, answers, seconds, times={})
+    judged = _judged(layout, answers, words, seconds=seconds, times={})
     if not judged.problem:
         return judged
     times = _rounding(small, batch, layout.cp)
@@ -150,7 +167,9 @@ def _compare(
         )
         return replace(judged, problem=text)
     explained = judged.worst < ROUNDING_MOST and judged.off < ROUNDING_MOST
-    return _judged(layout, answers, seconds, times=times) if explained else judged
+    if not explained:
+        return judged
+    return _judged(layout, answers, words, seconds=seconds, times=times)
 
 
 def _answers(pipes: list[Connection], until_s: float) -> dict[int, tuple[str, Any]]:
@@ -212,7 +231,12 @@ def _round(pipe: Connection, small: SmallCopy, batch: Batch, cp: int) -> None:
 
 
 def _judged(
-    layout: Layout, answers: list[dict[str, Any]], seconds: float, *, times: Mapping[str, float]
+    layout: Layout,
+    answers: list[dict[str, Any]],
+    words: Words,
+    *,
+    seconds: float,
+    times: Mapping[str, float],
 ) -> Compared:
     """`times`: how much more may differ than float32 explains, of the loss ('') and of each
     gradient."""
@@ -229,7 +253,7 @@ def _judged(
         first = next((a["first"] for a in answers if a["first"]), "")
         where = f"; {first} is the first to give something else" if first else ""
         problem = (
-            f"it computes another function: {OF_LOSS} {ROWS} samples is {loss:.6g}, in one "
+            f"it computes another function: {words.value} {ROWS} samples is {loss:.6g}, in one "
             f"process it is {whole:.6g}{where}"
         )
     elif not beyond <= 1.0:

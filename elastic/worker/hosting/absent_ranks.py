@@ -12,10 +12,14 @@ what they do with others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
+from elastic.text import n_of
 from elastic.types import WorkerId
+from elastic.user_frames import BACKWARD
 from elastic.worker.process.doing import DEVICE, PATIENT, Doing
 
 Arrived = tuple[tuple[str, int, int], ...]
@@ -71,6 +75,48 @@ def absent_ranks(ranks: Mapping[WorkerId, RankSite], staged: bool) -> dict[Worke
         len(found) > 1 and all(ranks[worker].doing in PATIENT for worker in found)
     )
     return {} if many else {worker: why + _at(ranks[worker]) for worker, why in found.items()}
+
+
+def unlike_collectives(ranks: Sequence[RankSite]) -> tuple[bool, str]:
+    """Of ranks that all wait in collectives, none of them stages of a pipeline: whether these are
+    surely not the same ones, and in which words; '' = they may be. Ranks that are in the same
+    groups begin the collectives of all of them in one order, so that none can be ahead of another
+    in one group and behind it in a second. One that waits has come to what the others wait for,
+    unless that is another collective; and where all have begun as many they are at one place."""
+    groups: dict[tuple[str, int], dict[int, int]] = {}
+    for rank, at in enumerate(ranks):
+        for axis, first, n in at.arrived:
+            if axis == DEVICE + "own":
+                return False, ""  # its GPU does work of its own, or hangs in it
+            if not axis.startswith(DEVICE):
+                groups.setdefault((axis, first), {})[rank] = n
+    pairs = combinations(groups.items(), 2)
+    for ((axis, _), mine), ((other, _), theirs) in pairs:
+        if crossed := _crossed(mine, theirs):
+            ahead, behind = crossed
+            return True, (
+                f"rank {ahead} has begun {n_of(mine[ahead], 'collective')} of {axis} and "
+                f"{theirs[ahead]} of {other}, rank {behind} {mine[behind]} and {theirs[behind]}"
+            )
+    places = {at.where if ", line " in at.where or BACKWARD in at.where else "" for at in ranks}
+    uneven = any(len(set(counts.values())) > 1 for counts in groups.values())
+    kinds = {found[1] for at in ranks if (found := re.search(r"\((\w+) of \d", at.where))}
+    if len(places) > 1 or uneven:
+        # as many are begun, of more than one kind; else a network may have lost something
+        sure = not uneven and len(kinds) > 1
+        return sure, "all ranks wait in collectives that are not the same ones"
+    return False, ""
+
+
+def _crossed(mine: Mapping[int, int], theirs: Mapping[int, int]) -> tuple[int, int] | None:
+    """Two ranks of which the first is ahead in one group and behind in the other."""
+    both = sorted((mine[rank], theirs[rank], rank) for rank in mine.keys() & theirs.keys())
+    most = both[0] if both else (0, 0, 0)
+    for one in both:
+        if one[0] > most[0] and one[1] < most[1]:
+            return one[2], most[2]
+        most = max(most, one, key=lambda found: found[1])
+    return None
 
 
 def _hangs(ranks: Mapping[WorkerId, RankSite]) -> dict[WorkerId, str]:

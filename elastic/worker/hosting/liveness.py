@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Protocol
 
-from elastic.types import Event, Job, Plan, Silent, WorkerFailed, WorkerId
-from elastic.worker.hosting.absent_ranks import Arrived, RankSite, absent_ranks
+from elastic.types import Event, FailureKind, Job, Plan, Silent, WorkerFailed, WorkerId
+from elastic.worker.hosting.absent_ranks import Arrived, RankSite, absent_ranks, unlike_collectives
 from elastic.worker.process.call_log import PartCalls, difference, unshared
-from elastic.worker.process.doing import PATIENT, Doing
+from elastic.worker.process.doing import PATIENT, WAITING, Doing
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
 # of the machine's lateness, half of which is forgotten in this time
@@ -213,6 +213,12 @@ class Liveness:
         if unequal := self.unequal_calls(plan) or self.unshared_collective(plan):
             self._aborted.add(plan.generation)
             return [WorkerFailed(plan.ranks[0], plan.generation, "program", unequal)]
+        sure, unlike = self.mismatch(plan)
+        if unlike:
+            self._aborted.add(plan.generation)
+            # what looks so may be a network that has lost something: that is no fault of the program
+            kind: FailureKind = "mismatch" if sure else "collective"
+            return [WorkerFailed(plan.ranks[0], plan.generation, kind, unlike)]
         found = self.absent_ranks(plan)
         if found:
             return [*found]
@@ -249,16 +255,13 @@ class Liveness:
         generation = plan.generation
         seen = {worker: self._workers[worker] for worker in plan.ranks if worker in self._workers}
         steps = all(
-            one.generation == generation
-            and one.phase == "stepping"
-            # its newest answer is that of just now
-            and (not one.open or one.waited_s <= one.may_wait_s + STEPPING_LEAST_S)
+            one.generation == generation and one.phase == "stepping" and self._answers_now(one)
             for one in seen.values()
         )
         if len(seen) < len(plan.ranks) or not steps or generation not in self.step_time_s:
             return []
         quiet_s = min(one.quiet_s for one in seen.values())
-        if quiet_s <= (MISSING_LEAST_S if self.most_s is None else self.most_s):
+        if quiet_s <= self._least_s:
             return []
         found = absent_ranks({worker: one.at for worker, one in seen.items()}, plan.layout.pp > 1)
         patient = any(seen[worker].at.doing in PATIENT for worker in found)
@@ -282,33 +285,59 @@ class Liveness:
     def unshared_collective(self, plan: Plan) -> str:
         """Of ranks that all wait in collectives, some in one that their script calls: which ones,
         and in which line; '' = that cannot be told yet. None of them can do without the others."""
-        seen = [self._workers.get(worker) for worker in plan.ranks]
-        ranks = {
-            rank: one
-            for rank, one in enumerate(seen)
-            if one is not None
-            and (one.generation, one.phase) == (plan.generation, "stepping")
-            and one.at.doing in ("script", "others", "device")
-        }
-        alone = {rank: one.at.where for rank, one in ranks.items() if one.at.doing == "script"}
-        if len(ranks) < len(plan.ranks) or not 0 < len(alone) < len(ranks):
-            return ""
-        most_s = MISSING_LEAST_S if self.most_s is None else self.most_s
-        if min(one.quiet_s for one in ranks.values()) <= most_s:
+        ranks, quiet_s = self._all_waiting(plan)
+        alone = {rank: at.where for rank, at in enumerate(ranks) if at.doing == "script"}
+        if not 0 < len(alone) < len(ranks) or quiet_s <= self._least_s:
             return ""
         return unshared(alone, len(ranks))
+
+    def mismatch(self, plan: Plan) -> tuple[bool, str]:
+        """Of ranks that all wait in collectives: whether these surely do not match, and how; '' =
+        they do, as far as can be told. Where the numbers of collectives contradict each other that is sure; else they
+        get the time that a rank gets which does not come, and in a first step, of which nobody
+        knows how long it takes, that of one collective on a slow network."""
+        ranks, quiet_s = self._all_waiting(plan)
+        if not ranks or plan.layout.pp > 1 or quiet_s <= self._least_s:
+            return False, ""
+        sure, text = unlike_collectives(ranks)
+        timed = plan.generation in self.step_time_s
+        most_s = self._many_steps_s(plan.generation) if timed else max(self._least_s, STUCK_LEAST_S)
+        return sure, text if sure or quiet_s > most_s else ""
+
+    def _answers_now(self, seen: _Seen) -> bool:
+        """Is its newest answer that of just now?"""
+        return not seen.open or seen.waited_s <= seen.may_wait_s + STEPPING_LEAST_S
+
+    @property
+    def _least_s(self) -> float:
+        return MISSING_LEAST_S if self.most_s is None else self.most_s
+
+    def _all_waiting(self, plan: Plan) -> tuple[list[RankSite], float]:
+        """The ranks, if all of them wait in collectives of a step of this generation, and for how
+        long none has begun another."""
+        seen = [one for worker in plan.ranks if (one := self._workers.get(worker)) is not None]
+        ranks = [
+            one
+            for one in seen
+            if (one.generation, one.phase) == (plan.generation, "stepping")
+            and one.at.doing in WAITING
+            and self._answers_now(one)
+        ]
+        if len(ranks) < len(plan.ranks):
+            return [], 0.0
+        return [one.at for one in ranks], min(one.quiet_s for one in ranks)
 
     def missing_bound_s(self, generation: int, patient: bool) -> float:
         """How long all may stall before the ones that they wait for are named: many times what a
         step takes, so that one that has become slow is not taken for one that does not come."""
-        slow_s = self._slow_step_s.get(generation, 0.0)
         if self.most_s is not None:
             return self.most_s
-        bound_s = max(
-            MISSING_LEAST_S,
-            STUCK_TIMES * max(STEP_TIMES * slow_s, self.bound_s("stepping", generation)),
-        )
-        return max(bound_s, self.patience_s, PATIENT_LEAST_S if patient else 0.0)
+        patient_s = PATIENT_LEAST_S if patient else 0.0
+        return max(self._many_steps_s(generation), self.patience_s, patient_s)
+
+    def _many_steps_s(self, generation: int) -> float:
+        step_s = STEP_TIMES * self._slow_step_s.get(generation, 0.0)
+        return max(self._least_s, STUCK_TIMES * max(step_s, self.bound_s("stepping", generation)))
 
     def timeout_s(self, step_s: float) -> float:
         """How long gloo lets a rank wait in a collective. It ends the generation for all without

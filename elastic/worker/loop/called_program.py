@@ -7,7 +7,6 @@ what one process does is told by what the model gives, and by the gradients that
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.worker.loop.loop_model import mapped
-from elastic.worker.program.calls import Batch, ModelCall, tensors_in
+from elastic.worker.program.calls import Arguments, Batch, ModelCall, tensors_in
 from elastic.worker.program.loop_program import LoopProgram
 
 LOW = (torch.float16, torch.bfloat16)
 GOLDEN = 0.6180339887498949  # multiples of it, without their whole parts, are spread evenly
+MOST_ROWS = 4  # of a call
 LEFT_OUT = ("dataset", "validation", "metrics", "log", "evaluate", "sample", "lr_factor", "files")
 
 
@@ -36,51 +36,34 @@ class _Slot:
 
 
 def called_program(program: LoopProgram, call: ModelCall) -> tuple[Program, Batch]:
-    """The program, and the batch that it is called with as the script called it. Raises
-    SpecError where the call cannot be made again."""
+    """The program, and the batch that it is called with as the script called it, in the mode that
+    it was called in. Raises SpecError where the call has nothing that could be compared."""
     batch: Batch = {}
+    n = min(call.n, MOST_ROWS)
 
     def keep(x: Tensor) -> _Slot:
         slot = _Slot(str(len(batch)), not (x.ndim and len(x) == call.n))
         # as the weights that it meets
         x = x.detach().to(torch.float32 if x.dtype in LOW else x.dtype, copy=True)
         # a batch is cut by rows
-        batch[slot.key] = x.expand(call.n, *x.shape) if slot.whole else x
+        batch[slot.key] = x.expand(n, *x.shape) if slot.whole else x[:n]
         return slot
 
-    first, others = mapped(_by_name(program, call), keep)
+    arguments, keywords = mapped((Arguments(call.args), dict(call.kwargs)), keep)
     if not batch:
-        raise SpecError("run.model(...) is called without tensors")
+        raise SpecError("run.model(...) is called without tensors: give it those of the batch")
 
     def filled(value: Any, given: Mapping[str, Tensor]) -> Any:
         return mapped(value, lambda s: given[s.key][0] if s.whole else given[s.key], _Slot)
 
     values = {f.name: getattr(program, f.name) for f in fields(Program) if f.name not in LEFT_OUT}
     values |= {
-        "loss": weighed, "count": lambda given: call.n, "extra_state": {},
-        "inputs": lambda given: filled(first, given),
-        "keywords": lambda given: filled(others, given), "buffers": _Buffers(program),
+        "loss": weighed, "count": lambda given: n, "extra_state": {},
+        "inputs": lambda given: filled(arguments, given),
+        "keywords": lambda given: filled(keywords, given), "buffers": _Buffers(program),
+        "batch_dependent": program.batch_dependent or call.evaluates,
     }  # fmt: skip
     return Program(**values), batch
-
-
-def _by_name(program: LoopProgram, call: ModelCall) -> tuple[Any, dict[str, Any]]:
-    """The first argument, and the others by their names."""
-    with torch.device("meta"):
-        signature = inspect.signature(program.model().forward)
-    names = [
-        name for name, one in signature.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD
-    ]
-    given = dict(call.kwargs)
-    if not call.args:
-        name = next(iter(signature.parameters), "")
-        one = signature.parameters.get(name)
-        if name not in names or one is None or given.get(name, one.default) is one.empty:
-            raise SpecError("what run.model(...) is called with has no names in its forward")
-        return given.pop(name, one.default), given
-    if len(call.args) > max(1, len(names)):
-        raise SpecError("what run.model(...) is called with has no names in its forward")
-    return call.args[0], {**dict(zip(names[1:], call.args[1:], strict=False)), **given}
 
 
 class _Buffers:
@@ -113,5 +96,8 @@ def weighed(output: Any, batch: Any) -> Tensor:
             terms.append(((at * GOLDEN).frac().add(0.5) * (x + x.square() / 2)).sum())
     if not terms:
         kind = type(output).__name__
-        raise ProgramError(f"run.model(...) gives no numbers that are found (a {kind})")
+        raise ProgramError(
+            f"run.model(...) gives no numbers that are found (a {kind}): let it give tensors, also "
+            "in lists, dicts or a dataclass"
+        )
     return torch.stack(terms).sum()

@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError
 from elastic.text import n_of
+from elastic.user_frames import without_frames
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process_groups.transport import is_collective_error
+from elastic.worker.program.calls import ModelCall
 
 
 class GenerationAborted(ConnectionAbortedError):
@@ -75,7 +77,7 @@ class LoopModel:
         except Exception as error:
             if self._live and not is_collective_error(error):
                 raise
-            self.__dict__["_error"] = error.with_traceback(None)
+            self.__dict__["_error"] = without_frames(error)
             return False
         return True
 
@@ -163,6 +165,11 @@ class _Shape:
 
 def _outline(value: Any) -> Any:
     return mapped(value, _Shape)
+
+
+def outline_of(call: ModelCall) -> str:
+    """What it is called with, without values: names, shapes and kinds."""
+    return repr(_outline((call.args, dict(call.kwargs))))
 
 
 def _zeros(outline: Any, device: torch.device) -> Any:

@@ -28,12 +28,13 @@ from elastic.user_frames import log_text, raised_at, user_traceback
 from elastic.worker.loop import clipping
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
-from elastic.worker.loop.loop_model import GenerationAborted
-from elastic.worker.loop.trial import Entered, FirstBatch, Trial, is_found
+from elastic.worker.loop.loop_model import GenerationAborted, outline_of
+from elastic.worker.loop.trial import Entered, FirstBatch, Trial, is_found, trains
 from elastic.worker.parallel.keyed_draws import KeyedDraws
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.readback import Number
 from elastic.worker.process_groups.transport import is_collective_error
+from elastic.worker.program.calls import ModelCall
 from elastic.worker.program.commit import Commit
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.loop_program import LoopProgram, rebind
@@ -137,13 +138,29 @@ def capture(
 
 
 def first_call(source: ScriptSource, first: FirstBatch) -> LoopProgram:
-    """The same with values, up to the first call of its model with the samples of `first`: what it
-    is `called` with. Raises SpecError where the script does not come there."""
+    """The same with values, up to the first call of its model that trains, with the samples of
+    `first`: what it is `called` with, and what before, if that is another call. Raises SpecError
+    where the script comes to no call."""
     trial, why = _tried(source, first)
     assert trial.program is not None
     if not trial.calls:
-        raise SpecError(f"the body of its loop was not followed to its first run.model(...): {why}")
-    return replace(trial.program, called=trial.calls[0])
+        raise SpecError(
+            f"the body of its loop was not followed to its first run.model(...): {why}; call "
+            "run.model itself, with tensors, before what ends there"
+        )
+    first_one, called = trial.calls[0], replace(trial.calls[-1], evaluates=False)
+    before = first_one if unlike(first_one, called) else None
+    note = (
+        f"its loop was not followed to a run.model(...) that trains: {why}; what tp makes of its "
+        "first call was compared in its place"
+    )
+    notes = () if trains(trial.calls[-1]) else (note,)
+    return replace(trial.program, called=called, called_before=before, notes=notes)
+
+
+def unlike(one: ModelCall, other: ModelCall) -> bool:
+    """In what they are called with, or in their mode."""
+    return one.evaluates != other.evaluates or outline_of(one) != outline_of(other)
 
 
 def _tried(source: ScriptSource, first: FirstBatch | None = None) -> tuple[Trial, str]:

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 FirstBatch = Callable[[Any], dict[str, torch.Tensor]]  # of a dataset
 # where a call of the model is looked for: nothing that one rank is to do alone is done
 NOT_THE_FIRST = {"rank": 1, "world_size": 2, "step_index": 0, "epoch": 0}
+SOME_STEPS = 1000  # of a job, where a script that only asks does not say how many itself
 MOST_S = 10.0  # of a body that does not come to its run.step()
 ROWS = 2  # of one sample a mean cannot be told from a sum
 # what torch says of layers that do not fit each other, whatever the batch is
@@ -59,16 +60,17 @@ class Entered(BaseException):
 
 
 class Trial:
-    """The driver as the host of a script. `program`: what it trains, once it has entered its
-    loop."""
+    """The driver as the host of a script. `program`: what it trains, once it has entered its loop;
+    `calls`: of its model. With values: the first that trains, and the first, which may be another.
+    """
 
     def __init__(self, stack: ExitStack, first: FirstBatch | None = None) -> None:
-        """`first`: the batch that is given with its values, up to the first call of the model;
-        None = two samples without values, up to run.step()."""
+        """`first`: the batch that is given with its values, up to the first call of the model that
+        trains; None = two samples without values, up to run.step()."""
         self.program: LoopProgram | None = None
         self.first = first
         self.run: TriedRun | None = None
-        self.calls: list[ModelCall] = []  # of its model
+        self.calls: list[ModelCall] = []
         self.drawn: dict[str, str] = {}  # beside its model: file and line -> what draws there
         self._stack = stack
         self._apart = False
@@ -107,8 +109,9 @@ class Trial:
             self._apart = before
 
     def _called(self, call: ModelCall) -> AbstractContextManager[None]:
-        self.calls.append(call)
-        if self.first is not None and self.program is not None:
+        if self.first is None or not self.calls or trains(call):
+            self.calls.append(call)
+        if self.first is not None and self.program is not None and trains(call):
             raise Entered(self.program)
         return self.apart()
 
@@ -117,6 +120,10 @@ class Trial:
         if not self._apart and given.get("generator") is None and (where := user_line()):
             self.drawn.setdefault(where, func.overloadpacket.__name__)
         return func(*args, **kwargs)
+
+
+def trains(call: ModelCall) -> bool:
+    return call.graph and not call.evaluates
 
 
 def is_found(error: Exception) -> bool:
@@ -151,6 +158,8 @@ class TriedRun(Run):
             return super().__getattr__(name)  # refused, as in a worker
         if (first := self.__dict__["_trial"].first) is not None and name in NOT_THE_FIRST:
             return NOT_THE_FIRST[name]
+        if first is not None and name == "steps":
+            return int(self.__dict__["_whole"].settings.get("steps") or SOME_STEPS)
         if first is None and name == "world_size":
             return 1
         raise Entered(self.__dict__["_whole"], f"it asks for run.{name} before")

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from elastic.errors import PeerGarbled
+from elastic.text import ranks_of
 from elastic.version import PACKAGE
 
 Kind = Literal["run.model", "run.backward"]
@@ -33,9 +34,10 @@ PARTS_KEPT = 4  # two steps
 KEPT_MOST = 1000  # calls of a part that are told apart; the others are counted
 PLACES_MOST = 64  # of which the line is kept
 FRAMES_MOST = 100
-RANKS_SHOWN = 4
 FILE_BYTES = 1 << 18  # of which the newest parts take a fifth, where paths are not very long
 GENERATION, PART, DONE = "g", "p", "d"  # how the other lines of the file begin
+# in what gloo says of bytes that are another call's
+MISMATCH = "distributed collective mismatch"
 RULE = (
     "every rank must call run.model and run.backward equally often and in the same order, for an "
     "evaluation too: take the condition (such as `if run.rank == 0:`) from around the call, or "
@@ -249,8 +251,8 @@ def unshared(places: Mapping[int, str], n_ranks: int) -> str:
     others = [rank for rank in range(n_ranks) if rank not in places]
     waits, does = ("wait" if len(odd) > 1 else "waits"), ("do" if len(others) > 1 else "does")
     return (
-        f"{_ranks(odd)} {waits} in a collective of the script's own at {places[odd[0]]}, "
-        f"{_ranks(others)} {does} not call it: every rank must call the same collectives in the "
+        f"{ranks_of(odd)} {waits} in a collective of the script's own at {places[odd[0]]}, "
+        f"{ranks_of(others)} {does} not call it: every rank must call the same collectives in the "
         "same order; take the condition (such as `if run.rank == 0:`) from around the call"
     )
 
@@ -283,9 +285,9 @@ def _told(here: Mapping[int, PartCalls], i: int) -> str:
     rest = f"the {len(others)} other ranks do" if len(others) > 1 else f"rank {others[0]} does"
     verb = "call" if len(odd) > 1 else "calls"
     if more:
-        return f"{_ranks(odd)} {verb} {caller} at {place}, {rest} not"
+        return f"{ranks_of(odd)} {verb} {caller} at {place}, {rest} not"
     denied = "do" if len(odd) > 1 else "does"
-    return f"{_ranks(odd)} {denied} not call {caller} at {place}, {rest}"
+    return f"{ranks_of(odd)} {denied} not call {caller} at {place}, {rest}"
 
 
 def _extra(mine: PartCalls, theirs: PartCalls, i: int) -> tuple[bool, str, Kind]:
@@ -303,12 +305,3 @@ def _first_other_place(caller: PartCalls, other: PartCalls, letter: str, *, i: i
         if caller.letters[j] == letter and (j >= other.n or caller.place(j) != other.place(j)):
             return caller.place(j)
     return caller.place(i)
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:RANKS_SHOWN]))
-    return f"ranks {shown}" + (
-        f" and {len(ranks) - RANKS_SHOWN} more" if len(ranks) > RANKS_SHOWN else ""
-    )

@@ -18,6 +18,7 @@ from typing import Literal
 Doing = Literal["", "own", "others", "script", "device", "batch", "compiling", "copying"]
 # handoff: waits until the other of two threads hands over
 Said = Literal["others", "device", "batch", "copying", "handoff"]
+WAITING: tuple[Doing, ...] = ("others", "script", "device")  # in a collective
 # of the work of a GPU: what it does now by itself, or with others, or nothing
 Part = Literal["own", "others", "done"]
 # beside the names of groups, then the kind of part: how many parts a GPU has done

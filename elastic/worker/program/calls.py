@@ -18,6 +18,11 @@ from elastic.program import Program
 Batch = dict[str, torch.Tensor]
 
 
+class Arguments(tuple[Any, ...]):
+    """What `inputs` gives where the model is called with none or several arguments; not for a model
+    that is cut into stages."""
+
+
 def inputs_of(program: Program, batch: Batch) -> Any:
     """What the model is called with."""
     if program.inputs is not None:
@@ -37,7 +42,9 @@ def keywords_of(program: Program, batch: Batch) -> dict[str, Any]:
 
 def call_model(program: Program, model: nn.Module, batch: Batch) -> Any:
     """The model's output for a batch."""
-    return model(inputs_of(program, batch), **keywords_of(program, batch))
+    given = inputs_of(program, batch)
+    arguments = given if isinstance(given, Arguments) else (given,)
+    return model(*arguments, **keywords_of(program, batch))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -130,6 +137,8 @@ class ModelCall:
     n_rows: int
     first: int = 0
     again: int = 0
+    evaluates: bool = False  # in evaluation mode
+    graph: bool = True  # with gradients
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
@@ -169,10 +178,11 @@ class ModelCalls:
             for hook in hooks:
                 hook.remove()
 
-    def enters(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enters(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = (x for x in tensors_in([*args, *kwargs.values()]) if x.ndim)
         n = len(next(given, range(self.n_rows)))
-        call = ModelCall(args, kwargs, n, self.n_rows, self.first, self.again)
+        how = {"evaluates": not model.training, "graph": torch.is_grad_enabled()}
+        call = ModelCall(args, kwargs, n, self.n_rows, self.first, self.again, **how)
         self._inside.enter_context(self.around(call))
         if call.rows is not None:
             more, self.first = divmod(call.rows.stop, self.n_rows)

@@ -37,12 +37,14 @@ class LoopProgram(Program):
     """`settings`: keys of a job.yaml that the script gave itself. `evaluation`: (model, batch) ->
     summed loss, or a dict of sums with it. `given`: turns a batch, which is a dict inside, into
     what the script's dataset gives. `called`: how the script calls its model first, as far as a
-    trial has come; `notes`: lines that a person is to know of it."""
+    trial has come; `called_before`: without training it, before; `notes`: lines that a person is to
+    know of it."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Callable[[Any, Any], Any] | None = None
     given: Callable[[Mapping[str, torch.Tensor]], Any] = dict
     called: ModelCall | None = None
+    called_before: ModelCall | None = None
     notes: tuple[str, ...] = ()
 
 

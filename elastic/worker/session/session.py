@@ -44,12 +44,13 @@ from elastic.types import (
 )
 from elastic.types.admission import Entry
 from elastic.types.orders import InjectFault, Isolate, WorkerOrder, WriteShard
+from elastic.user_frames import stood_at
 from elastic.worker.checkpoint.checkpoint_format import Damaged
 from elastic.worker.process.allocator import settle_allocator, settle_cuda_allocator
 from elastic.worker.process.beat import Beat
 from elastic.worker.process.cuda_errors import holds_lost, is_assert
 from elastic.worker.process.cut_off import CutOff, CutStorage
-from elastic.worker.process.doing import Doing
+from elastic.worker.process.doing import WAITING, Doing
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process_groups.reach import ANSWER_S, LATE_S, PeersUnreached
 from elastic.worker.session.generation import Generation, groups_of
@@ -107,6 +108,8 @@ class Session:
         self._unfinished = False
         self._commit: tuple[float, ...] = ()  # of the newest step done in the generation left last
         self._done: tuple[tuple[int, tuple[float, ...]], ...] = ()  # and of those before
+        # generation, and where its program stood when a collective of it broke or was aborted
+        self._stood = (0, "")
         # generation, step, commit: to be applied
         self._forward: tuple[int, int, tuple[float, ...]] | None = None
         self._aborted = 0  # generations up to this one are aborted
@@ -222,6 +225,9 @@ class Session:
         )
         dropping.start()
         if running is not None and running.number <= generation:
+            doing, where = self._site()
+            if doing in WAITING:
+                self._note_stood(running.number, where)
             running.groups.abort()
         dropping.join()
 
@@ -243,11 +249,20 @@ class Session:
         if running is None:
             return Beat(messages, 0, *at)
         doing: tuple[Doing, str] = ("", "")
-        if still:  # the training thread, else that of a script
-            scripts = [thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD]
-            doing = stall_site([self._thread, *scripts])
+        if still:
+            doing = self._site()
         calls = running.calls() if still else ()
         return Beat(messages, running.number, *at, (), running.arrived(), *doing, calls)
+
+    def _site(self) -> tuple[Doing, str]:
+        """Of the training thread, else of that of a script."""
+        scripts = [thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD]
+        return stall_site([self._thread, *scripts])
+
+    def _note_stood(self, generation: int, where: str) -> None:
+        """The first word counts: what comes later comes of the abort."""
+        if self._stood[0] < generation:
+            self._stood = (generation, where)
 
     def close(self, wait_s: float = 0.0) -> None:
         """Ends the training thread as soon as it is free, and waits so long for it; what waits in a
@@ -462,6 +477,8 @@ class Session:
         trip = error.trip if isinstance(error, Tripped) else None
         if lost:
             generation.lose_device()
+        if kind in ("collective", "mismatch"):
+            self._note_stood(number, stood_at(error))
         if trip is None and kind != "layout":
             generation.break_off()
         unreached = isinstance(error, PeersUnreached)
@@ -502,6 +519,7 @@ class Session:
             self._commit,
             pending_step,
             tuple(one for one in self._done if one[0] < step),
+            at=self._stood[1] if self._stood[0] == number else "",
         )
 
 

@@ -6,19 +6,19 @@ from __future__ import annotations
 import os
 import sysconfig
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Literal
 
 import torch
 
+from elastic.user_frames import COLLECTIVES, place_among
 from elastic.version import PACKAGE
 from elastic.worker.process.doing import Doing, Said, innermost_frames, said
 
 HERE = f"{PACKAGE}{os.sep}"
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 FRAMES_MOST = 200
-COLLECTIVES = "/torch/distributed/distributed_c10d.py"  # what programs call
 AROUND = "/torch/distributed/c10d_logger.py"
 
 
@@ -50,9 +50,19 @@ def _site(frame: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doin
         elif (found := _outside(file)) is not None:
             if found == "others" and not ours and (called := _called_at(frame)):
                 return "script", called
+            if found == "others" and not ours:
+                return found, place_among(_outwards(frame)) or line
             return ("own", ours) if ours else (found, line)
         frame = frame.f_back
     return ("own", ours) if ours else ("", "")
+
+
+def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    for _ in range(FRAMES_MOST):
+        if frame is None:
+            break
+        yield frame, frame.f_lineno
+        frame = frame.f_back
 
 
 def _called_at(frame: FrameType | None) -> str:

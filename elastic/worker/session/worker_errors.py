@@ -18,6 +18,7 @@ from elastic.errors import (
 )
 from elastic.types import FailureKind
 from elastic.user_frames import log_text, raised_at, user_traceback
+from elastic.worker.process.call_log import MISMATCH
 from elastic.worker.process.cuda_errors import ASSERT, MEMORY, cuda_error, device_lost
 from elastic.worker.process_groups.reach import PeersUnreached
 from elastic.worker.process_groups.transport import is_collective_error
@@ -46,7 +47,7 @@ def kind_of(error: BaseException) -> FailureKind:
     if isinstance(error, ElasticError) and not isinstance(error, PeerGarbled):
         return "program"
     if is_collective_error(error):
-        return "collective"
+        return "mismatch" if MISMATCH in str(error).lower() else "collective"
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return "infrastructure"
     return "program"

@@ -18,7 +18,7 @@ from elastic.worker.process.call_log import CallLog
 
 RANKS = (WorkerId("n1", 0), WorkerId("n1", 1))
 PIDS = dict(zip(RANKS, (70, 71), strict=True))
-GLOO = "[enforce fail] 20 vs 10. Is there a distributed collective mismatch in your code?"
+GLOO = "[enforce fail at /a/pair.cc:456] 20 vs 10. Is there a distributed collective mismatch in your code?"
 
 
 def kept(folder: Path, pid: int, n_calls: int, generation: int = 3) -> None:
@@ -56,10 +56,14 @@ def test_the_call_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "the same calls", "no file", "another generation"])
-def test_nothing_is_said_where_nothing_is_known(tmp_path: Path, how: str) -> None:
+def test_no_line_is_said_where_nothing_is_known(tmp_path: Path, how: str) -> None:
     kept(tmp_path, 70, 2)
     if how != "no file":
         n = 2 if how == "the same calls" else 1
         kept(tmp_path, 71, n, 2 if how == "another generation" else 3)
     found = failures(tmp_path, "out of memory" if how == "killed" else GLOO)
-    assert [kind for kind, _ in found] == ["process"]
+    unlike = [] if how == "killed" else ["mismatch"]
+    assert [kind for kind, _ in found] == [*unlike, "process"]
+    assert all("20 vs 10. Is there" in said and "pair.cc" not in said for _, said in found[:-1])
+    line = f"; its script had come to {__file__}, line "
+    assert [line in said for _, said in found[:-1]] == [how == "the same calls"] * len(unlike)

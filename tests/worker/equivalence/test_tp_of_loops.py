@@ -42,7 +42,7 @@ class Net(nn.Module):
         self.drop, self.layers = nn.Dropout(0.5), nn.Sequential(*(Block() for _ in range(6)))
     def forward(self, batch, *, scale):
         h = F.relu(self.up(batch["x"][0]))
-        if case == "norm":
+        if case == "norm" or case == "evaluates otherwise" and not self.training:
             h = h / (1 + h.norm(dim=-1, keepdim=True))
         h = self.drop(self.down(h) * scale["by"])
         y = self.head(self.layers(h))
@@ -55,7 +55,12 @@ tp = {"up": "colwise", "down": "rowwise"}
 with elastic.loop(model=model, optimizer=optimizer, dataset=data, tp=tp, steps=3, global_batch=8) as run:
     for b in run:
         if case == "early":
-            run.steps
+            run.further
+        if case in ("evaluates", "evaluates otherwise"):
+            run.model.eval()
+            with torch.no_grad():
+                run.model({"x": [b["x"]]}, scale={"by": torch.tensor(1.0)})
+            run.model.train()
         print("seen", run.step_index)
         if run.rank == 0:
             raise RuntimeError("it is done by one rank alone")
@@ -92,11 +97,21 @@ def test_it_is_compared_before_the_start(tmp_path: Path) -> None:
     assert said.endswith("; look at its tp= and at what the cut modules do with sizes")
     assert early == {
         "error": "the body of its loop was not followed to its first run.model(...): it asks for "
-        "run.steps before"
+        "run.further before; call run.model itself, with tensors, before what ends there"
     }
-    assert text["skipped"] == "run.model(...) gives no numbers that are found (a str)"
+    assert text["skipped"].startswith("run.model(...) gives no numbers that are found (a str): let")
     assert not taken["structure"]["no_tp"] and "tp is trusted" in taken["structure"]["notes"][0]
     assert unmade["skipped"].startswith("its model has 1125899.9 GB")
+
+
+def test_a_call_before_training_is_compared_in_its_mode(tmp_path: Path) -> None:
+    cases = ("evaluates", "evaluates otherwise")
+    right, other = found_with("", tmp_path, *(asked(tmp_path, case) for case in cases))
+    assert not right["structure"]["no_tp"] and set(right["equal"]) == {"tp"}, right
+    assert not right["structure"]["notes"] and not right["skipped"]
+    said = other["structure"]["no_tp"]
+    what = "the weighted sum of what its first run.model(...), before training, gives for 4 samples"
+    assert said.startswith(f"tp=2: it computes another function: {what} is "), other
 
 
 def test_a_large_one_is_compared_with_fewer_blocks_and_its_own_buffers(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from elastic.types import Job, Layout, Plan, Silent, WorkerId
-from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks
+from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks, unlike_collectives
 from elastic.worker.hosting.liveness import Liveness, patience_s
 from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import DEVICE, Doing
@@ -285,3 +285,33 @@ BOUNDS = [
     (300.0, 0.0),
     (300.0, 60.0),
 ]
+
+
+LINE, BACK = "m.py, line 3", "its backward pass (all_reduce of 9 numbers)"
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "sure", "said"),
+    [
+        ((LINE, 3, 2), (LINE, 4, 1), True, "has begun 2 collectives of plan and 3 of fsdp, rank"),
+        ((BACK, 4, 1), (LINE, 4, 1), False, "not the same ones"),
+        ((BACK, 4, 1), ("commit.py:9 in f", 4, 1), False, "not the same ones"),
+        ((BACK, 4, 1), (f"{LINE} (all_gather of 9 numbers)", 4, 1), True, "not the same ones"),
+        ((BACK, 3, 1), (f"{LINE} (all_gather of 9 numbers)", 4, 1), False, "not the same ones"),
+        ((LINE, 3, 1), (LINE, 4, 1), False, "not the same ones"),
+        ((LINE, 4, 1), (LINE, 4, 1), False, ""),
+        (("a.py:1 in f", 4, 1), ("b.py:9 in g", 4, 1), False, ""),
+    ],
+)
+def test_ranks_that_all_wait_may_be_in_other_collectives(
+    mine: tuple[str, int, int], theirs: tuple[str, int, int], sure: bool, said: str
+) -> None:
+    a, b = (
+        RankSite((("plan", 0, plan), ("fsdp", 0, fsdp)), "others", where)
+        for where, fsdp, plan in (mine, theirs)
+    )
+    for ranks in ([a, b], [b, a], [a, a, b], [b, a, b]):
+        found = unlike_collectives(ranks)
+        assert found[0] is sure and (said in found[1] if said else not found[1]), found
+        alone = replace(a, arrived=((DEVICE + "own", 0, 2), *a.arrived))
+        assert unlike_collectives([*ranks, alone]) == (False, ""), "its GPU may hang"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.types import Layout, Plan, WorkerFailed, WorkerId
 from elastic.worker.hosting.absent_ranks import Arrived
@@ -242,3 +242,34 @@ def test_a_rank_that_waits_in_a_collective_of_its_script_alone_is_named_after_te
         "does not call it: every rank"
     )
     assert not after(20.0, "script", "others"), "once"
+
+
+def test_collectives_that_do_not_match_are_told_from_a_rank_that_does_not_come() -> None:
+    """At once where their numbers contradict each other; else when a rank would be named."""
+    plan = Plan(1, Layout(dp_shard=2), (A, B), (1, 1), (1,))
+
+    def after(seconds: float, *beats: Beat, pp: int = 1, timed: bool = True) -> list:
+        liveness = Liveness(0.5, patience_s=60.0)
+        if timed:
+            liveness.stepped(1, 1.0)
+        for worker, beat in zip((A, B), beats, strict=True):
+            liveness.answered(worker, beat)
+        for look in range(int(seconds * 4)):
+            liveness.look(0.25 * look)
+        return liveness.stalled(replace(plan, layout=Layout(pp=2)) if pp > 1 else plan)
+
+    def beat(fsdp: int, commits: int, doing: Doing = "others", where: str = "") -> Beat:
+        return Beat(arrived=(("fsdp", 0, fsdp), ("plan", 0, commits)), doing=doing, where=where)
+
+    crossed = beat(7, 2), beat(8, 1)
+    (failed,) = after(11, *crossed)
+    assert isinstance(failed, WorkerFailed) and failed.kind == "mismatch"
+    said = "rank 1 has begun 8 collectives of fsdp and 1 of plan, rank 0 7 and 2"
+    assert failed.error == said and not after(9, *crossed)
+    assert not after(11, *crossed, pp=2), "stages are not in the same groups"
+    places = beat(8, 1, where="m.py, line 3"), beat(8, 1, where="its backward pass")
+    assert not after(14, *places), "fifteen of its steps"
+    assert [failed.kind for failed in after(16, *places)] == ["collective"], "a network's, perhaps"
+    assert not after(16, places[0], beat(8, 1, "own")), "one may still come"
+    assert not after(29, *places, timed=False) and after(11, *crossed, timed=False)
+    assert [failed.kind for failed in after(31, *places, timed=False)] == ["collective"]

@@ -54,6 +54,8 @@ def called(folder: Path, call: str, takes: str = "self, x", **parts: str) -> Loo
         ("(x, x + 1), scale=torch.tensor(3.0)", "self, two, scale", "two[1] * scale + two[0]"),
         ("x, torch.ones(7, 4)", "self, x, table", "x + table[:3].sum()"),
         ("x.bfloat16()", "self, x", "self.inside(x)"),
+        ("x, x + 1", "self, *all", "self.inside(all[0]) + all[1]"),
+        ("x=x", "self, **all", "self.inside(all['x'])"),
     ],
 )
 def test_it_is_called_as_its_script_calls_it(
@@ -71,24 +73,55 @@ def test_it_is_called_as_its_script_calls_it(
     torch.testing.assert_close(two, found[:2])
 
 
-def test_a_call_whose_arguments_have_no_names_is_not_made_again(tmp_path: Path) -> None:
-    for call, takes in (("x, x", "self, *all"), ("x=x", "self, **all")):
-        program = called(tmp_path, call, takes, gives="self.inside(all[0])")
-        assert program.called is not None
-        with pytest.raises(SpecError, match="has no names in its forward"):
-            called_program(program, program.called)
+@pytest.mark.parametrize(
+    ("before", "n"),
+    [
+        ("run.model.eval(); y = run.model(x + 1); run.model.train()", 2),
+        ("with torch.no_grad(): run.model(x + 1)", 1),  # in training mode, with no other shapes
+        ("with torch.no_grad(): run.model(x[:2])", 2),
+        ("run.model(x + 1)", 1),
+    ],
+)
+def test_a_call_that_does_not_train_is_made_and_the_one_that_does_is_found(
+    tmp_path: Path, before: str, n: int
+) -> None:
+    program = called(tmp_path, "x", before=before)
+    first, trained = program.called_before, program.called
+    assert trained is not None and not trained.evaluates and not program.notes
+    assert (first is not None) == (n == 2)
+    if "eval" in before and first is not None:
+        assert first.evaluates and torch.equal(first.args[0], trained.args[0] + 1)
+        assert called_program(program, first)[0].batch_dependent, "compared in that mode"
+        assert not called_program(program, trained)[0].batch_dependent
+
+
+def test_where_no_call_trains_the_first_is_taken_and_a_note_says_so(tmp_path: Path) -> None:
+    before = "run.model.eval(); run.model(x); raise KeyError('later')"
+    program = called(tmp_path, "x", before=before)
+    assert program.called is not None and not program.called.evaluates
+    assert program.called_before is not None and program.called_before.evaluates
+    (note,) = program.notes
+    assert "not followed to a run.model(...) that trains: " in note and "KeyError: 'later'" in note
+
+
+def test_no_more_than_a_few_rows_are_compared(tmp_path: Path) -> None:
+    program = called(tmp_path, "x.repeat(9, 1)")
+    assert program.called is not None and program.called.n == 9 * ROWS
+    _, batch = called_program(program, program.called)
+    assert {len(x) for x in batch.values()} == {ROWS}
 
 
 def test_the_body_is_followed_with_values_as_that_of_a_rank_that_does_nothing_alone(
     tmp_path: Path,
 ) -> None:
-    before = "assert x.sum().item() > 0 and run.step_index == 0; [][run.rank == 0 or slice(0)]"
+    before = "assert x.sum().item() > 0 == run.step_index < run.steps == 3; "
+    before += "[][run.rank == 0 or slice(0)]"
     # forward is not called
     program = called(tmp_path, "x", before=before, gives="a_name_that_there_is_not")
     assert program.called is not None and program.called.args[0].shape == (ROWS, 4)
     for before, why in (
         ("raise KeyError('--token=abcdefgh12')", r"train.py, line 15: KeyError: '--token=\*\*\*"),
-        ("run.steps", "it asks for run.steps before"),
+        ("run.further", "it asks for run.further before"),
         ("break", "it has none"),
     ):
         with pytest.raises(SpecError, match=f"not followed to its first .*: .*{why}"):

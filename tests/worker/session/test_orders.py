@@ -69,6 +69,7 @@ def session() -> Any:
     found._lock, found.me = threading.Condition(), RANKS[1]
     found._preparation = SimpleNamespace(place=None)
     found._orders, found._aborted, found._stop_at, found._save_at = [], 0, 0, 0
+    found._thread, found._stood = threading.main_thread(), (0, "")
     return found
 
 
