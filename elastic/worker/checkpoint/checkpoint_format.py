@@ -25,7 +25,7 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 from elastic.errors import ElasticError, StateLost
-from elastic.types import DTYPE_BYTES, Box
+from elastic.types import DTYPE_BYTES, Box, Plan
 from elastic.worker.checkpoint.blob import hasher_for
 
 FOLDER = "checkpoints"
@@ -101,6 +101,12 @@ def ordered_epoch(folder: str) -> int:
     """That a folder's name ends with; 0 = none."""
     match = FOLDER_NAME.fullmatch(folder)
     return int(match[3] or 0) if match else 0
+
+
+def cut_of(plan: Plan) -> dict[str, Any]:
+    """How a state is cut, in a marker's meta."""
+    layout, samples = asdict(plan.layout), list(plan.samples)
+    return {"layout": layout, "layers": list(plan.layers), "samples": samples}
 
 
 def shard_name(rank: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from elastic.types import (
 )
 from elastic.types.grid import replica_key
 from elastic.worker.checkpoint import checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_format import cut_of
 from elastic.worker.checkpoint.disk_space import check_space
 from elastic.worker.process.doing import doing
 from elastic.worker.state.content_digest import digest
@@ -161,12 +162,7 @@ class Saving:
         deadline = time.monotonic() + wait_s
         self.writing.result(wait_s)
         plan, step, rank = self.of.plan, self.of.step, self.of.rank
-        meta = {
-            "layout": asdict(plan.layout),
-            "layers": list(plan.layers),
-            "samples": list(plan.samples),
-            "orphan": True,
-        }
+        meta = cut_of(plan) | {"orphan": True}
         while rank == 0:
             try:
                 return checkpoint_writer.commit(

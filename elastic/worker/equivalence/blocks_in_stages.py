@@ -57,6 +57,16 @@ def one_weight(profile: ModelProfile) -> tuple[str, str] | None:
     return None
 
 
+def in_two_stages(profile: ModelProfile) -> str:
+    """Of a weight that stages would each train a copy of; '' = there is none."""
+    if (names := one_weight(profile)) is None:
+        return ""
+    return (
+        f"{names[0]} and {names[1]} are one weight, which two stages would hold; take pp=1, or two "
+        "weights"
+    )
+
+
 class BlocksInStages:
     """May the blocks be spread over stages? `whole`: a pass of the whole model."""
 
@@ -70,22 +80,12 @@ class BlocksInStages:
 
     def problem(self) -> str:
         """'' = they may."""
-        checks = [self._shared, self._order, self._chain, self._others, self._beside, self._tail]
+        if problem := in_two_stages(self.profile):
+            return problem
+        checks = [self._order, self._chain, self._others, self._beside, self._tail]
         if self.program.stage is not None:  # it may do with the module what it wants
-            checks = checks[:1]
+            checks = []
         return next((text for check in checks if (text := check())), "") or self._stages()
-
-    def _shared(self) -> str:
-        """Weights that stages would each train a copy of."""
-        names = one_weight(self.profile)
-        return (
-            (
-                f"{names[0]} and {names[1]} are one weight, which two stages would hold; take "
-                "pp=1, or two weights"
-            )
-            if names
-            else ""
-        )
 
     def _order(self) -> str:
         calls = self.whole.calls

@@ -31,7 +31,7 @@ from elastic.worker.equivalence.forward_trace import (
 from elastic.worker.equivalence.no_randomness import DROPOUT_AT
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.loop.loop_model import mapped
-from elastic.worker.parallel.draw_requests import request_of
+from elastic.worker.parallel.draw_requests import arguments_of, request_of
 from elastic.worker.parallel.keyed_draws import (
     FUNCTIONS,
     TELLS,
@@ -126,11 +126,10 @@ class _Notes(Draws):
 
 def _unknown(func: Any, args: Any, kwargs: Any) -> str:
     """Why what it draws cannot be keyed; '' = it draws nothing."""
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = arguments_of(func, args, kwargs)
     if given.get("generator") is not None:
         return "from a generator of its own, which each rank has; leave the generator out"
-    if "dropout_p" in names and not given.get("dropout_p"):
+    if not given.get("dropout_p", 1.0):
         return ""
     return "by an operation that is not known to draw sample by sample; take torch.rand or randn"
 

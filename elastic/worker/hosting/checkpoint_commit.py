@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -176,16 +176,12 @@ class CheckpointCommitter:
 
     def _commit_files(self, parts: CheckpointParts, digest: int) -> str:
         from elastic.worker.checkpoint import checkpoint_writer
-        from elastic.worker.checkpoint.checkpoint_format import SAMPLES
+        from elastic.worker.checkpoint.checkpoint_format import SAMPLES, cut_of
 
         plan, step = parts.plan, parts.step
-        cut = {
-            "layout": asdict(plan.layout),
-            "layers": list(plan.layers),
-            "samples": list(plan.samples),
-        }
         samples = {SAMPLES: text} if (text := self.digests.get(step)) else {}
-        meta = {**self.meta, **cut, **samples, "digest": str(digest), "saved_at_s": time.time()}
+        meta = self.meta | cut_of(plan) | samples
+        meta |= {"digest": str(digest), "saved_at_s": time.time()}
         return checkpoint_writer.commit(
             self.storage,
             step,

@@ -69,7 +69,9 @@ def rehearse(place: Workplace) -> None:
             validation=lambda: place.validation,
         )
     if place.profile.n_params > WHOLE_MOST_PARAMETERS or place.program.weights is not None:
-        _rehearse_on_meta(place)
+        model = build_meta(place.program)  # shapes only; one that wants values is not rehearsed
+        with _noting_inputs(place, model):
+            check_on_shapes(place.program, model, lambda n: _batch(place, n, "cpu"))
         if cp > 1:
             check_calls(place.program, _batch(place, 1, "cpu", multiple=2 * cp), cp)
         return
@@ -121,13 +123,6 @@ def _repeats(place: Workplace, model: nn.Module) -> bool:
     return agree(found[0], found[1], REPEATS)
 
 
-def _rehearse_on_meta(place: Workplace) -> None:
-    """Shapes only. A model that wants values is not rehearsed."""
-    model = build_meta(place.program)
-    with _noting_inputs(place, model):
-        check_on_shapes(place.program, model, lambda n: _batch(place, n, "cpu"))
-
-
 @contextmanager
 def _noting_inputs(place: Workplace, model: nn.Module) -> Iterator[None]:
     """Keeps what each block is called with for one sample: a later pipeline stage begins with
@@ -135,11 +130,10 @@ def _noting_inputs(place: Workplace, model: nn.Module) -> Iterator[None]:
     notes: list[torch.Tensor | None] = []
 
     def note(module: nn.Module, arguments: tuple[object, ...]) -> None:
-        first = arguments[0] if arguments else None
+        noted, first = None, arguments[0] if arguments else None
         if isinstance(first, torch.Tensor):
-            notes.append(torch.zeros(first[:1].shape, dtype=first.dtype, device=place.device))
-        else:
-            notes.append(None)
+            noted = torch.zeros(first[:1].shape, dtype=first.dtype, device=place.device)
+        notes.append(noted)
 
     blocks = [model.get_submodule(name) for name in block_names(model, place.program.blocks)]
     hooks = [block.register_forward_pre_hook(note) for block in blocks]
