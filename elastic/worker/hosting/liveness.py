@@ -3,15 +3,14 @@ came; no Ray, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Protocol
 
 from elastic.types import Event, Job, Plan, Silent, WorkerFailed, WorkerId
-from elastic.worker.hosting.absent_ranks import Arrived, RankSite, absent_ranks
+from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks
+from elastic.worker.process.beat import Beat
 from elastic.worker.process.call_log import PartCalls, difference, unshared
-from elastic.worker.process.doing import PATIENT, Doing
+from elastic.worker.process.doing import PATIENT
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
 # of the machine's lateness, half of which is forgotten in this time
@@ -35,25 +34,6 @@ OWN_LATE_MOST_S = 2.0  # and what is more, up to this, tells how late this machi
 PROMPT = ("idle", "stepping")
 
 
-class BeatLike(Protocol):
-    """What is read of a worker's beat."""
-
-    @property
-    def generation(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def progress(self) -> int: ...
-    @property
-    def arrived(self) -> Arrived: ...
-    @property
-    def doing(self) -> Doing: ...
-    @property
-    def where(self) -> str: ...
-    @property
-    def calls(self) -> tuple[PartCalls, ...]: ...
-
-
 @dataclass
 class _Seen:
     generation: int = 0
@@ -67,10 +47,6 @@ class _Seen:
     at: RankSite = RankSite()
     calls: tuple[PartCalls, ...] = ()
     told: bool = False
-
-
-def _still_s(seen: _Seen) -> float:
-    return seen.still_s
 
 
 def patience_s(job: Job) -> float:
@@ -111,21 +87,18 @@ class Liveness:
             seen.open, seen.waited_s = True, 0.0
             seen.may_wait_s = self.wait_s if may_wait_s is None else may_wait_s
 
-    def answered(self, worker: WorkerId, beat: BeatLike) -> None:
+    def answered(self, worker: WorkerId, beat: Beat) -> None:
         seen = self._workers.setdefault(worker, _Seen())
         if seen.open and not seen.told and seen.phase in PROMPT and beat.phase in PROMPT:
             self._late_s = max(self._late_s, seen.waited_s - seen.may_wait_s)
-        moved = (beat.generation, beat.phase, beat.progress) != (
-            seen.generation,
-            seen.phase,
-            seen.progress,
-        )
+        before, now = ((x.generation, x.phase, x.progress) for x in (seen, beat))
+        moved = before != now
         if moved or beat.phase == "idle":
             seen.still_s = 0.0
         if moved or beat.phase == "idle" or beat.arrived != seen.at.arrived:
             seen.quiet_s = 0.0
         seen.at, seen.calls = RankSite(beat.arrived, beat.doing, beat.where), beat.calls
-        seen.generation, seen.phase, seen.progress = beat.generation, beat.phase, beat.progress
+        seen.generation, seen.phase, seen.progress = now
         seen.open, seen.waited_s, seen.told = False, 0.0, False
 
     def stepped(self, generation: int, step_time_s: float) -> None:
@@ -177,7 +150,12 @@ class Liveness:
         return [
             Silent(worker, seen.generation, seen.phase, round(seen.waited_s, 2))
             for worker, seen in overdue
-            if not self._peer_moves(seen, moving.get(seen.generation, ())) and self._tell(seen)
+            if not any(
+                peer.still_s < self.bound_s(seen.phase, seen.generation)
+                for peer in moving.get(seen.generation, ())
+                if peer is not seen
+            )
+            and self._tell(seen)
         ]
 
     def _overdue(self, seen: _Seen) -> bool:
@@ -191,14 +169,8 @@ class Liveness:
         for seen in self._workers.values():
             if seen.generation and seen.phase != "idle":
                 by_generation.setdefault(seen.generation, []).append(seen)
-        return {
-            generation: nsmallest(2, found, key=_still_s)
-            for generation, found in by_generation.items()
-        }
-
-    def _peer_moves(self, seen: _Seen, moved_last: Iterable[_Seen]) -> bool:
-        bound_s = self.bound_s(seen.phase, seen.generation)
-        return any(peer.still_s < bound_s for peer in moved_last if peer is not seen)
+        each = by_generation.items()
+        return {n: nsmallest(2, found, key=lambda seen: seen.still_s) for n, found in each}
 
     def _tell(self, seen: _Seen) -> bool:
         first, seen.told = not seen.told, True

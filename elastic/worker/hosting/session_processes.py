@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import wait as wait_for
@@ -39,16 +38,6 @@ class SessionProcess(Protocol):
         """Waits until it is gone, and lets go of it."""
 
 
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """What is started here never sees Ctrl-C: this process ends it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class ChildProcess:
     """A process of this host. `served`: what it makes of the words, as module:name; `start`: how
     multiprocessing starts it."""
@@ -69,8 +58,12 @@ class ChildProcess:
             kwargs={"arguments": arguments},
             daemon=True,
         )
-        with _without_interrupts():
+        # what is started here never sees Ctrl-C: this process ends it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.pipe: Any = mine
 

@@ -159,13 +159,10 @@ class DeviceNotes:
         ) if yes]  # fmt: skip
 
     def _counters(self) -> Counters:
+        ecc = "nvmlDeviceGetTotalEccErrors"
         found = {
-            "corrected memory errors": self._ask(
-                "nvmlDeviceGetTotalEccErrors", CORRECTED, VOLATILE
-            ),
-            "uncorrected memory errors": self._ask(
-                "nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE
-            ),
+            "corrected memory errors": self._ask(ecc, CORRECTED, VOLATILE),
+            "uncorrected memory errors": self._ask(ecc, UNCORRECTED, VOLATILE),
             "PCIe replays": self._ask("nvmlDeviceGetPcieReplayCounter"),
         }
         links = [
@@ -210,10 +207,7 @@ def _handle(nvml: Any, device: torch.device) -> Any:
 
 def _rounded(n: int) -> str:
     """As a power of ten: a counter that grows on is no news each time."""
-    most = 1
-    while most * 10 <= n:
-        most *= 10
-    return str(n) if n < 10 else f"more than {most}"
+    return str(n) if n < 10 else f"more than {10 ** (len(str(n)) - 1)}"
 
 
 def memory_holders(device: torch.device) -> tuple[tuple[int, int], ...]:
@@ -225,12 +219,8 @@ def memory_holders(device: torch.device) -> tuple[tuple[int, int], ...]:
     try:
         nvml.nvmlInit()
         found = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, device))
-        return tuple(
-            sorted(
-                ((int(p.pid), int(p.usedGpuMemory or 0)) for p in found),
-                key=lambda held: (-held[1], held[0]),
-            )
-        )
+        held = ((int(p.pid), int(p.usedGpuMemory or 0)) for p in found)
+        return tuple(sorted(held, key=lambda one: (-one[1], one[0])))
     except Exception as error:  # noqa: BLE001 - a boundary: pynvml's errors are its own; the refusal names nobody then
         log.info("NVML does not tell who holds memory: %s", error)
         return ()

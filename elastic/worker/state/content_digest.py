@@ -23,6 +23,7 @@ from functools import lru_cache
 import torch
 
 from elastic.types import Box
+from elastic.worker.parallel.keyed_numbers import STEP, mixed_in_place, signed
 
 Tensors = Mapping[str, tuple[Box, torch.Tensor]]
 
@@ -259,21 +260,12 @@ def _low(dim: int) -> torch.Tensor:
 def _drawn(stream: int, start: int, n: int, *, device: torch.device) -> torch.Tensor:
     """int64 [n]: odd numbers, SplitMix64 (Steele, Lea, Flood 2014) of the index with a seed per
     stream."""
-    at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64, device=device) * _signed(
-        0x9E3779B97F4A7C15
-    )
-    at = at + _name_key(f"elastic digest {stream}")
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        at = (at ^ ((at >> shift) & ((1 << 64 - shift) - 1))) * _signed(factor)
-    return (at ^ ((at >> 31) & ((1 << 33) - 1))) | 1
+    at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64, device=device)
+    at.mul_(signed(STEP)).add_(_name_key(f"elastic digest {stream}"))
+    return mixed_in_place(at).bitwise_or_(1)
 
 
 @lru_cache(maxsize=1 << 16)
 def _name_key(name: str) -> int:
-    return _signed(
-        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
-    )
-
-
-def _signed(number: int) -> int:
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    drawn = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return signed(int.from_bytes(drawn, "little") | 1)
