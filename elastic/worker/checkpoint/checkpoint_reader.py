@@ -99,15 +99,10 @@ class Checkpoint:
         if threads < 2:
             for run in runs:
                 self._read_run(run)
-        else:
+        else:  # after the first that raises no other is begun
             with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
-                reading = [pool.submit(self._read_run, run) for run in runs]
-                try:
-                    for one in reading:
-                        one.result()
-                finally:
-                    for one in reading:
-                        one.cancel()
+                for _ in pool.map(self._read_run, runs):
+                    pass
         return sum(piece.entry.length for piece in pieces)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:

@@ -242,11 +242,7 @@ class BlocksInStages:
             )
         if stage < len(layers) - 1 and found.output is not found.calls[-1].output:
             at = f" ({found.viewed})" if found.viewed else ""
-            done = (
-                _said(found.tail[-1], found.tail)
-                if found.tail
-                else f"takes a part of the hidden state{at}"
-            )
+            done = _said(found.tail[-1]) if found.tail else f"takes a part of the hidden state{at}"
             return (
                 f"behind the blocks `forward` {done}, and every pipeline stage would do so: put "
                 f"it into a module that is registered behind the blocks, {OWN_STAGE}"
@@ -286,10 +282,10 @@ def _done(call: Call) -> str:
         and int(call.args[0].untyped_storage()._cdata) in op.makes
     ]
     op = made[-1] if made else (call.before[-1] if call.before else None)
-    return _said(op, call.before) if op is not None else "takes another value than it returned"
+    return _said(op) if op is not None else "takes another value than it returned"
 
 
-def _said(op: Op, ops: list[Op]) -> str:
+def _said(op: Op) -> str:
     verb = VERBS.get(op.name.rstrip("_"), f"changes the hidden state by {op.name}")
     return f"{verb} ({op.where})" if op.where else verb
 

@@ -154,8 +154,11 @@ def shorten(model: nn.Module, blocks: list[str], n: int) -> int:
     left = 0
     for parent, names in groups.items():
         held = model.get_submodule(parent)
-        in_a_list = isinstance(held, nn.ModuleList | nn.Sequential) and len(held) == len(names)
-        if len(names) <= n or not in_a_list:
+        if (
+            len(names) <= n
+            or not isinstance(held, nn.ModuleList | nn.Sequential)
+            or len(held) != len(names)
+        ):
             left += len(names)
             continue
         kept = kept_blocks(list(held), n)

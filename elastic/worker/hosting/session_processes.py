@@ -28,6 +28,7 @@ class SessionProcess(Protocol):
     def ended(self) -> bool: ...
     def ready(self, timeout_s: float) -> str:
         """Waits until it has its place; why it has none, '' = it has."""
+        return ""
 
     def send(self, word: Any) -> None: ...
     def signal(self, number: int) -> None: ...
@@ -38,7 +39,7 @@ class SessionProcess(Protocol):
         """Waits until it is gone, and lets go of it."""
 
 
-class ChildProcess:
+class ChildProcess(SessionProcess):
     """A process of this host. `served`: what it makes of the words, as module:name; `start`: how
     multiprocessing starts it."""
 
@@ -70,9 +71,6 @@ class ChildProcess:
     @property
     def ended(self) -> bool:
         return self.process.exitcode is not None
-
-    def ready(self, timeout_s: float) -> str:
-        return ""
 
     def send(self, word: Any) -> None:
         self.pipe.send(word)
@@ -185,16 +183,10 @@ class SessionProcesses:
         )
         return rendezvous
 
-    def meet(
-        self,
-        action: EnterPlan | FormGroups,
-        rendezvous: Rendezvous,
-        leave_out: Collection[WorkerId] = (),
-    ) -> None:
+    def meet(self, action: EnterPlan | FormGroups, rendezvous: Rendezvous) -> None:
         """Orders it to the participants: the plan's ranks, and those that only hold state."""
         for worker in rendezvous.participants:
-            if worker not in leave_out:
-                self.order(worker, WorkerOrder(action, rendezvous))
+            self.order(worker, WorkerOrder(action, rendezvous))
 
     def abort(self, generation: int, workers: Collection[WorkerId]) -> None:
         self.stores.pop(generation, None)

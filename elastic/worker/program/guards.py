@@ -139,8 +139,8 @@ def judge(
     rule, norm, what = rules.grad_norm, commit.grad_norm, "gradient norm"
     if rule and (found := _bounds(what, norm, rule) or _spike(what, norm, rule, window=norms)):
         return "grad_norm", found
-    for name, value in blocks.items() if rules.block_norm else ():
-        if found := _bounds(f"{what} of {name}", value, rules.block_norm):
+    for name, value in blocks.items():
+        if rules.block_norm and (found := _bounds(f"{what} of {name}", value, rules.block_norm)):
             return "block_norm", found
     return None
 

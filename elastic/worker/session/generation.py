@@ -154,14 +154,9 @@ class Generation:
             plan = self.plan
             place.faults.other = place.faults.layout and not axes_of(plan.layout) <= place.axes
             self.state = TrainState(
-                place.program,
-                place.profile,
-                self.groups,
-                layout=plan.layout,
-                layers=plan.layers,
-                rank=self.rank,
-                job=place.job,
-            )
+                place.program, place.profile, self.groups, layout=plan.layout, layers=plan.layers,
+                rank=self.rank, job=place.job,
+            )  # fmt: skip
         self._lap("build")
         place.at_phase("loading", 0)
         taken = takeover.run(self.state)

@@ -193,24 +193,11 @@ class Preparation:
         program = with_stream(program, dataset, self.job)
         profile = profile_of(program, self.job)
         validation = validation_of(program, self.job)
-        storage = open_storage(self.run_uri)
         return Workplace(
-            self.me,
-            program,
-            profile,
-            self.job,
-            dataset,
-            validation,
-            storage,
-            device,
-            self.report,
-            self.at_phase,
-            self.background,
-            script=script,
-            readers=readers_of(self.job),
-            faults=faults,
-            datasets=opened.datasets,
-        )
+            self.me, program, profile, self.job, dataset, validation, open_storage(self.run_uri),
+            device, self.report, self.at_phase, self.background, script=script,
+            readers=readers_of(self.job), faults=faults, datasets=opened.datasets,
+        )  # fmt: skip
 
     def close(self) -> None:
         if self._notes is not None:

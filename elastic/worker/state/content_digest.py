@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -87,22 +87,15 @@ class _Keys:
         self._made: dict[tuple[str, int, int, int], torch.Tensor] = {}
 
     def _once(
-        self,
-        use: str,
-        stream: int,
-        start: int,
-        *,
-        n: int,
-        make: Callable[[int, int, int], torch.Tensor],
+        self, at: tuple[str, int, int, int], make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """`stream`: or dimension, as `make` takes it before start and n."""
+        """`at`: the use, the stream or dimension, where it begins, how many."""
         if in_cache(self.device):
-            return make(stream, start, n)
-        at = (use, stream, start, n)
+            return make()
         if at in self._made:
             return self._made[at]
-        made = make(stream, start, n)
-        if n <= MOST_KEPT and len(self._made) < KEYS_KEPT:
+        made = make()
+        if at[-1] <= MOST_KEPT and len(self._made) < KEYS_KEPT:
             self._made[at] = made
         return made
 
@@ -112,17 +105,12 @@ class _Keys:
 
     def drawn(self, stream: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: see `_drawn`."""
-        return self._once(
-            "drawn",
-            stream,
-            start,
-            n=n,
-            make=lambda stream, start, n: _drawn(stream, start, n, device=self.device),
-        )
+        make = partial(_drawn, stream, start, n, device=self.device)
+        return self._once(("drawn", stream, start, n), make)
 
     def keys(self, dim: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: keys of the indices start..start+n-1 along dimension `dim`, all odd."""
-        return self._once("keys", dim, start, n=n, make=self._keys)
+        return self._once(("keys", dim, start, n), partial(self._keys, dim, start, n))
 
     def _keys(self, dim: int, start: int, n: int) -> torch.Tensor:
         first, end = start >> LOW, (start + n - 1 >> LOW) + 1
@@ -143,10 +131,12 @@ class _Keys:
     def mask(self, start: int, n: int) -> torch.Tensor:
         """int64 [n]: of 16-bit halves, the lower one of a word (an even index) counts without its
         sign."""
-        return self._once("mask", start % 2, 0, n=n, make=self._mask)
 
-    def _mask(self, first: int, _: int, n: int) -> torch.Tensor:
-        return torch.where(torch.arange(first, first + n, device=self.device) % 2 == 0, 0xFFFF, -1)
+        def make() -> torch.Tensor:
+            index = torch.arange(start % 2, start % 2 + n, device=self.device)
+            return torch.where(index % 2 == 0, 0xFFFF, -1)
+
+        return self._once(("mask", start % 2, 0, n), make)
 
 
 def _tensor_sum(box: Box, tensor: torch.Tensor, keys: _Keys) -> torch.Tensor:

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,7 +218,7 @@ def test_a_layout_that_computes_twice_says_so() -> None:
 
 def of_main(seen: Evidence) -> float | None:
     assert seen.main is not None
-    return mfu(seen.state, seen.main.plan, seen.nodes, seen.main.step_s)
+    return mfu(seen.state, seen.main.plan, seen.nodes, median(seen.main.steps_s))
 
 
 def test_mfu_is_the_models_own_work_over_the_peak() -> None:
