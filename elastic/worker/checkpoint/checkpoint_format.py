@@ -129,22 +129,11 @@ def root_of(entries: Iterable[BlobEntry]) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     rows = [
-        {
-            **asdict(e.box),
-            "offset": e.offset,
-            "length": e.length,
-            "data": e.data,
-            "digest": e.digest,
-        }
+        asdict(e.box) | {"offset": e.offset, "length": e.length, "data": e.data, "digest": e.digest}
         for e in manifest.entries
     ]
-    data = {
-        "version": VERSION,
-        "rank": manifest.rank,
-        "n_bytes": manifest.n_bytes,
-        "sha256": manifest.sha256,
-        "boxes": rows,
-    }
+    about = {"version": VERSION, "rank": manifest.rank, "n_bytes": manifest.n_bytes}
+    data = about | {"sha256": manifest.sha256, "boxes": rows}
     return json.dumps(data, separators=(",", ":")).encode()
 
 

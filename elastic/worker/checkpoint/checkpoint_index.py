@@ -115,14 +115,9 @@ def _info(storage: Storage, folder: str) -> CheckpointInfo | Damaged | None:
             f"{uri}/{MARKER}: it is the marker of step {marker.step}, generation "
             f"{marker.generation}"
         )
+    n_bytes = sum(note.n_bytes for note in marker.files)
     return CheckpointInfo(
-        marker.step,
-        marker.generation,
-        uri,
-        marker.meta,
-        sum(note.n_bytes for note in marker.files),
-        marker.epoch,
-        marker.world_size,
+        marker.step, marker.generation, uri, marker.meta, n_bytes, marker.epoch, marker.world_size
     )
 
 

@@ -246,23 +246,16 @@ class Saving:
         mine = {fqn: item for fqn, item in tensors.items() if fqn in names}
         quota_gb = place.job.storage_quota_gb
         own_bytes = sum(box.n_bytes for box, _ in mine.values())
-        check_space(
-            place.storage,
-            (step, number),
-            (own_bytes, state_bytes(profile)),
-            quota_gb=quota_gb,
-            ordered=of.ordered,
-        )
+        sizes = own_bytes, state_bytes(profile)
+        check_space(place.storage, (step, number), sizes, quota_gb=quota_gb, ordered=of.ordered)
         n_bytes = checkpoint_writer.write_shard(
             place.storage, step, number, rank=rank, items=list(mine.values()), ordered=of.ordered
         )
         shapes = {spec.fqn: spec.shape for spec in state_specs(profile)}
         content = digest(mine, shapes, mine)
-        place.report(
-            ShardStored(
-                number, step, rank, n_bytes, time.monotonic() - began, stall_s, content, of.ordered
-            )
-        )
+        took_s = time.monotonic() - began
+        stored = ShardStored(number, step, rank, n_bytes, took_s, stall_s, content, of.ordered)
+        place.report(stored)
 
 
 def state_bytes(profile: ModelProfile) -> int:

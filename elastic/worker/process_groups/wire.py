@@ -45,12 +45,8 @@ class TensorMeta(NamedTuple):
     def n_bytes(self) -> int:
         """Of its numbers or of the memory that they span, whichever is more: strides may overlap,
         or leave gaps."""
-        n = math.prod(self.shape)
-        spanned = (
-            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-            if n
-            else 0
-        )
+        n, each = math.prod(self.shape), zip(self.shape, self.stride, strict=True)
+        spanned = 1 + sum((size - 1) * step for size, step in each) if n else 0
         return max(n, spanned) * self.dtype.itemsize
 
 

@@ -60,11 +60,8 @@ def traced_sample(program: Program, job: Job, sample: Mapping[str, Any]) -> Samp
     """The same; raises what the program raises on the meta device."""
     if isinstance(program, LoopProgram) or job.microbatch_tokens:
         return None
-    return _Run(
-        program,
-        collate([dict(sample)]),
-        None if job.precision == "float32" else getattr(torch, job.precision),
-    ).profile()
+    compute = None if job.precision == "float32" else getattr(torch, job.precision)
+    return _Run(program, collate([dict(sample)]), compute).profile()
 
 
 @dataclass

@@ -177,17 +177,10 @@ class _Exchange:
         while self._copy_own():
             continue
         self._compare_sums()
-        sent, received = (
-            sum(
-                t.n_bytes
-                for s in self.streams
-                if s.sends is sends
-                for message in s.messages
-                for t in message
-            )
-            for sends in (True, False)
-        )
-        return TransferStats(sent, received, self.own_bytes, self.peak_staged)
+        moved = {True: 0, False: 0}
+        for stream in self.streams:
+            moved[stream.sends] += sum(t.n_bytes for message in stream.messages for t in message)
+        return TransferStats(moved[True], moved[False], self.own_bytes, self.peak_staged)
 
     def _rounds(self) -> Iterator[list[_Flight]]:
         """Receives first, so that what arrives finds its place."""
