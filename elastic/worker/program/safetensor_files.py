@@ -124,9 +124,10 @@ class SafetensorFiles:
             )
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         self._places: dict[str, tuple[int, int]] = {}  # file, its first byte there
-        self._stack = ExitStack()
-        for file in safetensor_paths(Path(path)):
-            self._add(file)
+        with ExitStack() as self._stack:  # closes what is open where a file is refused
+            for file in safetensor_paths(Path(path)):
+                self._add(file)
+            self._stack = self._stack.pop_all()
 
     def _add(self, file: Path) -> None:
         # not at the top: certify runs where it is not installed
