@@ -3,6 +3,7 @@ came; no Ray, no clock."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
@@ -150,12 +151,7 @@ class Liveness:
         return [
             Silent(worker, seen.generation, seen.phase, round(seen.waited_s, 2))
             for worker, seen in overdue
-            if not any(
-                peer.still_s < self.bound_s(seen.phase, seen.generation)
-                for peer in moving.get(seen.generation, ())
-                if peer is not seen
-            )
-            and self._tell(seen)
+            if not self._peer_moves(seen, moving.get(seen.generation, ())) and self._tell(seen)
         ]
 
     def _overdue(self, seen: _Seen) -> bool:
@@ -171,6 +167,10 @@ class Liveness:
                 by_generation.setdefault(seen.generation, []).append(seen)
         each = by_generation.items()
         return {n: nsmallest(2, found, key=lambda seen: seen.still_s) for n, found in each}
+
+    def _peer_moves(self, seen: _Seen, moved_last: Iterable[_Seen]) -> bool:
+        bound_s = self.bound_s(seen.phase, seen.generation)
+        return any(peer.still_s < bound_s for peer in moved_last if peer is not seen)
 
     def _tell(self, seen: _Seen) -> bool:
         first, seen.told = not seen.told, True
