@@ -64,9 +64,9 @@ def listed(run: Storage, problems: list[str] | None = None) -> list[ListedCheckp
     """Newest first; what is wrong with markers goes into `problems`."""
     out = []
     for f in checkpoint_index.find(run, problems):
-        at_s, cut = f.meta.get("saved_at_s"), (_layout(f.meta), f.world_size)
+        at_s, size = f.meta.get("saved_at_s"), (_layout(f.meta), f.world_size)
         at_s = float(at_s) if isinstance(at_s, int | float) else None
-        out.append(ListedCheckpoint(f.step, f.generation, True, f.uri, f.n_bytes, *cut, at_s))
+        out.append(ListedCheckpoint(f.step, f.generation, True, f.uri, f.n_bytes, *size, at_s))
     known = {item.uri for item in out}
     sizes: dict[str, int] = {}
     for key in run.list(f"{FOLDER}/"):

@@ -74,8 +74,9 @@ class Probe:
         if not self.possible:
             return None
         began, loss = time.monotonic(), self._loss()
-        known = loss is not None and expected is not None
-        bad = known and not agree(loss, expected, tolerance(self.place.job))
+        bad = False
+        if loss is not None and expected is not None:
+            bad = not agree(loss, expected, tolerance(self.place.job))
         found, told = self._together(bad, loss)
         if found:
             assert expected is not None

@@ -325,11 +325,8 @@ class HostCopies:
                 copy._tensors = self._flat.views(copy.lease.buffer)
             # of a GPU on a stream of its own, behind the boundary; `filled` then means: all copies
             # are queued
-            with self._side.behind(at) as stream, torch.no_grad():
-                for fqn, (_, into) in copy._tensors.items():
-                    if fqn not in self.volatile or fqn in copy.early:
-                        value = copy.early.get(fqn, self.live[fqn][1])
-                        into.copy_(value, non_blocking=stream is not None)
+            with self._side.behind(at) as stream:
+                self._copy(copy, stream is not None)
                 copy.on_device = waitable(stream) if stream is not None else None
             copy.whole = True
         except BaseException as error:  # noqa: BLE001 - told to whoever waits for the copy
@@ -337,6 +334,12 @@ class HostCopies:
             copy.error = error
         finally:
             copy.filled.set()
+
+    @torch.no_grad()
+    def _copy(self, copy: HostCopy, non_blocking: bool = False) -> None:
+        for fqn, (_, into) in copy._tensors.items():
+            if fqn not in self.volatile or fqn in copy.early:
+                into.copy_(copy.early.get(fqn, self.live[fqn][1]), non_blocking=non_blocking)
 
     @doing("copying")
     def settle(self) -> float:
