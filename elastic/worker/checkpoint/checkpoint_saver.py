@@ -211,10 +211,8 @@ class Saving:
         try:
             write()
         except (OSError, ElasticError) as error:
-            self._fail(of.plan, of.step, f"rank {of.rank}: {_said(error)}")
-
-    def _fail(self, plan: Plan, step: int, reason: str) -> None:
-        self.place.report(CopyFailed(plan.generation, step, reason))
+            why = f"rank {of.rank}: {_said(error)}"
+            self.place.report(CopyFailed(of.plan.generation, of.step, why))
 
     def _write(self, of: CheckpointPart, copy: BoundaryCopy, stall_s: float) -> None:
         try:

@@ -201,7 +201,8 @@ def _tried(
     length = length_of(inputs_of(program, batch))
     short: dict[DrawPlace, _Note] = {}
     try:
-        half = _first_half(batch, length)
+        long = {key for key, x in batch.items() if x.ndim > 1 and x.shape[1] == length}
+        half = {key: x[:, : length // 2] if key in long else x for key, x in batch.items()}
         short, _ = one_pass(batch=half, rows=2)
     except Exception as error:  # noqa: BLE001 - the user's model, which may take one length only
         log.info("what shorter samples draw was not seen: %s", " ".join(str(error).split())[:200])
@@ -270,14 +271,6 @@ def _rows_at(two: tuple[int, ...], three: tuple[int, ...]) -> int | None:
         return -1
     (first, *more) = differ
     return first if not more and 3 * two[first] == 2 * three[first] else None
-
-
-def _first_half(batch: Batch, length: int) -> Batch:
-    """Of each sample's positions."""
-    return {
-        key: x[:, : length // 2] if x.ndim > 1 and x.shape[1] == length else x
-        for key, x in batch.items()
-    }
 
 
 def _draw(one: _Note, short: _Note | None, rows_at: int, *, length: int) -> Draw:

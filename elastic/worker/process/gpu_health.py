@@ -133,7 +133,11 @@ class DeviceNotes:
         celsius = self._ask("nvmlDeviceGetTemperature", 0) or 0
         parts += [f"{5 * (celsius // 5)} °C or more"] if celsius >= HOT_C else []
         grown = {name: n - self._first[name] for name, n in now.items() if n > self._first[name]}
-        parts += [f"{_rounded(n)} {name} since this worker began" for name, n in grown.items()]
+        # as a power of ten: a counter that grows on is no news each time
+        shown = {
+            k: n if n < 10 else f"more than {10 ** (len(str(n)) - 1)}" for k, n in grown.items()
+        }
+        parts += [f"{n} {name} since this worker began" for name, n in shown.items()]
         xids = [f"Xid {xid}" + (f" ({LOST[xid]})" if xid in LOST else "") for xid in self._xids]
         return "; ".join([*xids, *parts, *self._rows()])
 
@@ -203,11 +207,6 @@ def _handle(nvml: Any, device: torch.device) -> Any:
     except Exception as error:  # noqa: BLE001 - a boundary: pynvml's errors are its own
         log.info("no whole GPU has the id %s (%s): it may be a part of one", uuid, error)
         return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-
-
-def _rounded(n: int) -> str:
-    """As a power of ten: a counter that grows on is no news each time."""
-    return str(n) if n < 10 else f"more than {10 ** (len(str(n)) - 1)}"
 
 
 def memory_holders(device: torch.device) -> tuple[tuple[int, int], ...]:
