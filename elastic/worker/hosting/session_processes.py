@@ -31,12 +31,16 @@ class SessionProcess(Protocol):
         return ""
 
     def send(self, word: Any) -> None: ...
-    def signal(self, number: int) -> None: ...
+    def signal(self, number: int) -> None:
+        return
+
     def end(self) -> None:
         """SIGKILL, also where it is stopped."""
+        return
 
     def join(self) -> None:
         """Waits until it is gone, and lets go of it."""
+        return
 
 
 class ChildProcess(SessionProcess):

@@ -139,8 +139,8 @@ class Takeover:
         given = tuple(
             (Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me
         )
-        new = self.state.tensors if self.state is not None else {}
-        new_bytes = storage_bytes(tensor for _, tensor in new.values())
+        here = self.state.tensors if self.state is not None else {}
+        new_bytes = storage_bytes(tensor for _, tensor in here.values())
         peak_bytes = max(self._before_bytes - new_bytes, old_bytes + moved.staging_bytes)
         # bytes received by all, and the largest peak; nobody is past this before all are there
         measured = torch.tensor([moved.received_bytes, peak_bytes], dtype=torch.int64)

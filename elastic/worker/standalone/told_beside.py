@@ -94,11 +94,11 @@ class ToldBeside:
             self._before = ()
             more = True
             while more:
-                for line in self._lines.come(WAIT_S):
-                    if line is None:
+                for found in self._lines.come(WAIT_S):
+                    if found is None:
                         more = False
                         break
-                    self._put(write_line(line))
+                    self._put(write_line(found))
         except OSError:
             self._gone = True
             log.warning("numbers of the run are told no more: the process that does has ended")
