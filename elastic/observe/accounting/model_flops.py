@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastic.policy.state.state import State
+from elastic.policy.state.fold import State
 from elastic.types import Node, Plan
 
 
