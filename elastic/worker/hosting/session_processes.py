@@ -187,10 +187,16 @@ class SessionProcesses:
         )
         return rendezvous
 
-    def meet(self, action: EnterPlan | FormGroups, rendezvous: Rendezvous) -> None:
+    def meet(
+        self,
+        action: EnterPlan | FormGroups,
+        rendezvous: Rendezvous,
+        leave_out: Collection[WorkerId] = (),
+    ) -> None:
         """Orders it to the participants: the plan's ranks, and those that only hold state."""
         for worker in rendezvous.participants:
-            self.order(worker, WorkerOrder(action, rendezvous))
+            if worker not in leave_out:
+                self.order(worker, WorkerOrder(action, rendezvous))
 
     def abort(self, generation: int, workers: Collection[WorkerId]) -> None:
         self.stores.pop(generation, None)

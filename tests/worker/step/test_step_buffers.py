@@ -296,7 +296,7 @@ def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None
     state = left.state = TrainState(
         program, trace(program), left.groups, layout=Layout(), layers=(4,), rank=0, job=Job()
     )
-    left.copies = SimpleNamespace(unacknowledged=list, close=list)  # type: ignore[assignment]
+    left.copies = SimpleNamespace(replicas=NO_COPIES.replicas, close=list)  # type: ignore[assignment]
     state.read_frozen()
     state.fill_fresh(7)
     frozen = [tensor for _, tensor in state.frozen.values()]
