@@ -8,7 +8,7 @@ from elastic.policy.state.fold import State
 from elastic.types import Node, Plan
 
 
-def mfu(state: State, plan: Plan, nodes: Mapping[str, Node], step_s: float) -> float | None:
+def mfu(state: State, plan: Plan, nodes: Mapping[str, Node], *, step_s: float) -> float | None:
     """The model's own FLOP, nothing counted twice, over what the plan's GPUs could do in a step in
     the type of its products; None = the model, a node or its hardware is not known."""
     sample = state.model.sample if state.model is not None else None

@@ -236,7 +236,7 @@ def _busy(seen: Evidence, facts: GenerationFacts) -> Iterator[RunVerdict]:
     """What the steps are spent on that must be done."""
     whole, job = sum(seen.parts.values()), seen.state.job
     cpus = _on_cpus(seen, facts.plan)
-    reached = mfu(seen.state, facts.plan, seen.nodes, median(facts.steps_s))
+    reached = mfu(seen.state, facts.plan, seen.nodes, step_s=median(facts.steps_s))
     said = f"; {percent(reached)} of the peak FLOP/s (MFU)" if reached else ""
     if not whole:
         busy = computing(facts)

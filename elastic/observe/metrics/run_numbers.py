@@ -79,7 +79,7 @@ class RunNumbers:
         plan = state.plans.get(done.generation) if done is not None else None
         if done is None or plan is None:
             return None
-        return mfu(state, plan, state.nodes, done.step_time_s)
+        return mfu(state, plan, state.nodes, step_s=done.step_time_s)
 
     @property
     def newest_transition(self) -> Transition | None:

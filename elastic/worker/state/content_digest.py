@@ -87,16 +87,16 @@ class _Keys:
         self._made: dict[tuple[str, int, int, int], torch.Tensor] = {}
 
     def _once(
-        self, at: tuple[str, int, int, int], make: Callable[[], torch.Tensor]
+        self, use: str, at: tuple[int, int, int], make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """`at`: the use, the stream or dimension, where it begins, how many."""
+        """`at`: the stream or dimension, where it begins, how many."""
         if in_cache(self.device):
             return make()
-        if at in self._made:
-            return self._made[at]
+        if (use, *at) in self._made:
+            return self._made[use, *at]
         made = make()
         if at[-1] <= MOST_KEPT and len(self._made) < KEYS_KEPT:
-            self._made[at] = made
+            self._made[use, *at] = made
         return made
 
     def low(self, dim: int) -> torch.Tensor:
@@ -106,11 +106,11 @@ class _Keys:
     def drawn(self, stream: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: see `_drawn`."""
         make = partial(_drawn, stream, start, n, device=self.device)
-        return self._once(("drawn", stream, start, n), make)
+        return self._once("drawn", (stream, start, n), make)
 
     def keys(self, dim: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: keys of the indices start..start+n-1 along dimension `dim`, all odd."""
-        return self._once(("keys", dim, start, n), partial(self._keys, dim, start, n))
+        return self._once("keys", (dim, start, n), partial(self._keys, dim, start, n))
 
     def _keys(self, dim: int, start: int, n: int) -> torch.Tensor:
         first, end = start >> LOW, (start + n - 1 >> LOW) + 1
@@ -136,7 +136,7 @@ class _Keys:
             index = torch.arange(start % 2, start % 2 + n, device=self.device)
             return torch.where(index % 2 == 0, 0xFFFF, -1)
 
-        return self._once(("mask", start % 2, 0, n), make)
+        return self._once("mask", (start % 2, 0, n), make)
 
 
 def _tensor_sum(box: Box, tensor: torch.Tensor, keys: _Keys) -> torch.Tensor:

@@ -218,7 +218,7 @@ def test_a_layout_that_computes_twice_says_so() -> None:
 
 def of_main(seen: Evidence) -> float | None:
     assert seen.main is not None
-    return mfu(seen.state, seen.main.plan, seen.nodes, median(seen.main.steps_s))
+    return mfu(seen.state, seen.main.plan, seen.nodes, step_s=median(seen.main.steps_s))
 
 
 def test_mfu_is_the_models_own_work_over_the_peak() -> None:
