@@ -40,7 +40,8 @@ MAX_ROOM_FILES = 12  # of a folder, __init__.py and __main__.py left out
 FORBIDDEN_WORDS = ("manager", "engine", "helper", "utils", "context", "common")
 PURE = (
     "types", "reshard", "planner", "policy", "observe.accounting.accounts", "observe.accounting.launch_times",
-    "observe.accounting.loss_checks", "observe.accounting.transitions", "data.order",
+    "observe.accounting.loss_checks", "observe.accounting.model_flops",
+    "observe.accounting.transitions", "data.order",
 )  # fmt: skip
 IMPURE = {
     "time", "datetime", "random", "secrets", "os", "threading", "concurrent", "multiprocessing",

@@ -79,14 +79,7 @@ def tests(tier: str, options: Sequence[str]) -> Ran:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        words = [
-            "-q",
-            "-m",
-            SELECTED[tier],
-            *PARALLEL,
-            f"--junitxml={report}",
-            *options,
-        ]
+        words = ["-q", "-m", SELECTED[tier], *PARALLEL, f"--junitxml={report}", *options]
         code = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT).returncode
         counts = counted(report) if report.is_file() else (0, 0, 0)
         why = reasons(report) if report.is_file() else {}

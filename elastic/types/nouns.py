@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from math import prod
@@ -383,6 +383,23 @@ class Box:
     @property
     def n_bytes(self) -> int:
         return self.n_elements * DTYPE_BYTES[self.dtype]
+
+    @classmethod
+    def whole(cls, fqn: str, shape: tuple[int, ...], dtype: str) -> Box:
+        """All of a logical tensor."""
+        return cls(fqn, (0,) * len(shape), shape, dtype)
+
+    def in_rows(self, most_bytes: int) -> Iterator[Box]:
+        """Cut along dimension 0 into boxes of at most so many bytes (one row at least); nothing
+        where it is empty."""
+        if not self.sizes:
+            yield self
+        elif self.n_elements:
+            step = max(1, most_bytes * self.sizes[0] // self.n_bytes)
+            for at in range(0, self.sizes[0], step):
+                offsets = (self.offsets[0] + at, *self.offsets[1:])
+                sizes = (min(step, self.sizes[0] - at), *self.sizes[1:])
+                yield Box(self.fqn, offsets, sizes, self.dtype)
 
 
 DTYPE_BYTES = {

@@ -97,10 +97,8 @@ def tell_launcher(why: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         with suppress(OSError):
-            told = {
-                "message": f"elastic.worker: {' '.join(why.split())}",
-                "timestamp": str(int(time.time())),
-            }
+            message = f"elastic.worker: {' '.join(why.split())}"
+            told = {"message": message, "timestamp": str(int(time.time()))}
             Path(file).write_text(json.dumps(told))
 
 
@@ -122,13 +120,9 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
         spec.steps, max(1, given.every), sys.stderr if given.json else sys.stdout, spec.global_batch
     )
     wishes = StandaloneOptions(
-        given.layout,
-        given.run_name,
-        given.storage,
-        given.allow_changed,
-        given.from_checkpoint,
+        given.layout, given.run_name, given.storage, given.allow_changed, given.from_checkpoint,
         lines.hear,
-    )
+    )  # fmt: skip
     alone = StandaloneRun(spec, wishes)
     stopped = threading.Event()
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from statistics import fmean, median
 
+from elastic.observe.accounting.model_flops import mfu
 from elastic.observe.diagnosis.evidence import Evidence, GenerationFacts
 from elastic.observe.diagnosis.verdicts import WORTH, Bound, RunVerdict, of_time, percent
 from elastic.text import size
@@ -235,7 +236,7 @@ def _busy(seen: Evidence, facts: GenerationFacts) -> Iterator[RunVerdict]:
     """What the steps are spent on that must be done."""
     whole, job = sum(seen.parts.values()), seen.state.job
     cpus = _on_cpus(seen, facts.plan)
-    reached = mfu(seen, facts)
+    reached = mfu(seen.state, facts.plan, seen.nodes, step_s=median(facts.steps_s))
     said = f"; {percent(reached)} of the peak FLOP/s (MFU)" if reached else ""
     if not whole:
         busy = computing(facts)
@@ -271,21 +272,3 @@ def _faster(job: Job, on_cpus: bool) -> str:
     if not job.compile:
         return "compile: true in job.yaml"
     return "more or faster GPUs: elastic plan JOB --cluster FILE compares them"
-
-
-def mfu(seen: Evidence, facts: GenerationFacts) -> float:
-    """The model's own FLOP, nothing counted twice, over what the plan's GPUs could do in a step; 0
-    = model or hardware are not known."""
-    model, job, plan = seen.state.model, seen.state.job, facts.plan
-    if model is None or model.sample is None or not facts.steps_s:
-        return 0.0
-    kinds = {one.accelerator_type: one for one in seen.state.hardware}
-    peak = 0.0
-    for worker in plan.ranks:
-        node = seen.nodes.get(worker.node_id)
-        pool = seen.state.pool(node.pool) if node is not None else None
-        hardware = kinds.get(pool.accelerator_type) if pool is not None else None
-        if hardware is None:
-            return 0.0
-        peak += hardware.peak("float8" if job.float8 else job.precision)
-    return model.sample.flop * job.global_batch / (peak * median(facts.steps_s)) if peak else 0.0

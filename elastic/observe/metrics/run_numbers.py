@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from elastic.observe.accounting.accounts import Account, Books
+from elastic.observe.accounting.model_flops import mfu
 from elastic.observe.accounting.transitions import PHASES, Transition
 from elastic.policy.state.fold import EMPTY, Change, Phase, State
 from elastic.types import (
@@ -75,20 +76,10 @@ class RunNumbers:
     def mfu(self) -> float | None:
         """Of the newest step; None where nobody knows the model's FLOPs or a GPU's peak."""
         state, done = self.state, self.last
-        sample = state.model.sample if state.model is not None else None
         plan = state.plans.get(done.generation) if done is not None else None
-        if sample is None or plan is None or done is None or done.step_time_s <= 0:
+        if done is None or plan is None:
             return None
-        kinds = {pool.name: pool.accelerator_type for pool in state.pools}
-        peaks = {one.accelerator_type: one.peak(state.job.precision) for one in state.hardware}
-        peak = 0.0
-        for node_id, n_workers in plan.workers_per_node.items():
-            node = state.nodes.get(node_id)
-            each = peaks.get(kinds.get(node.pool, "")) if node is not None else None
-            if not each:
-                return None
-            peak += n_workers * each
-        return sample.flop * state.job.global_batch / done.step_time_s / peak
+        return mfu(state, plan, state.nodes, step_s=done.step_time_s)
 
     @property
     def newest_transition(self) -> Transition | None:

@@ -15,8 +15,8 @@ from elastic.program import Program
 from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint.checkpoint_reader import Checkpoint
 from elastic.worker.program.model_profile import trace
-from elastic.worker.program.safetensor_files import Parts, Shapes
-from elastic.worker.program.weights import WeightFiles, found_names
+from elastic.worker.program.safetensor_files import Parts, SafetensorFiles, Shapes
+from elastic.worker.program.weights import found_names
 
 MODEL = "model."
 ROWS_BYTES = 16 << 20
@@ -28,7 +28,7 @@ class AdapterExport:
     def __init__(self, checkpoint: Checkpoint, program: Program) -> None:
         assert program.adapter is not None
         self.checkpoint, self.program, self.adapter = checkpoint, program, program.adapter
-        self._files: WeightFiles | None = None
+        self._files: SafetensorFiles | None = None
 
     def close(self) -> None:
         if self._files is not None:
@@ -42,7 +42,7 @@ class AdapterExport:
             if fqn.startswith(MODEL) and (f".{DOWN}." in fqn or f".{UP}." in fqn)
         }
         shapes = {name: self.checkpoint.tensors[fqn] for name, fqn in names.items()}
-        return shapes, lambda name: iter([self._whole(names[name])])
+        return shapes, lambda name: iter([self.checkpoint.read_whole(names[name])])
 
     def merged(self) -> tuple[Shapes, Parts]:
         """Every weight of the model, `base_layer` with the scaled lora_B lora_A added, in rows."""
@@ -53,7 +53,7 @@ class AdapterExport:
         ]
         weights, stored = self.program.weights, {}
         if weights is not None:
-            self._files = WeightFiles(weights.path)
+            self._files = SafetensorFiles(weights.path)
             stored = found_names(self.program, self._files, specs)
         by_name = {base_name(spec.fqn): spec for spec in specs}
         shapes = {name: self._whole_of(spec) for name, spec in by_name.items()}
@@ -69,23 +69,16 @@ class AdapterExport:
     def _rows(self, spec: TensorSpec, stored: dict[str, str]) -> Iterator[Tensor]:
         layer, _, leaf = spec.fqn.rpartition(f".{BASE}.")
         low = layer in self.adapter.modules and leaf == "weight"
-        down = self._whole(f"{MODEL}{layer}.{DOWN}.weight") if low else None
-        up = self._whole(f"{MODEL}{layer}.{UP}.weight") if low else None
-        row_bytes = 4 * max(1, torch.Size(spec.shape[1:]).numel())
-        n_rows = spec.shape[0] if spec.shape else 1
-        step = max(1, ROWS_BYTES // row_bytes) if spec.shape else 1
-        for at in range(0, n_rows, step):
-            n = min(step, n_rows - at)
-            offsets, sizes = (
-                ((at, *(0,) * (len(spec.shape) - 1)), (n, *spec.shape[1:]))
-                if spec.shape
-                else ((), ())
-            )
-            part = self._base(spec, Box(MODEL + spec.fqn, offsets, sizes, spec.dtype), stored)
+        read = self.checkpoint.read_whole
+        down = read(f"{MODEL}{layer}.{DOWN}.weight") if low else None
+        up = read(f"{MODEL}{layer}.{UP}.weight") if low else None
+        for box in Box.whole(MODEL + spec.fqn, spec.shape, spec.dtype).in_rows(ROWS_BYTES):
+            part = self._base(spec, box, stored)
             if spec.fqn in self.program.packed:
                 part = unpack(part, getattr(torch, self._whole_of(spec)[1]))
             if down is not None and up is not None:
-                part = part + self.adapter.scale * (up[at : at + n] @ down)
+                rows = up.narrow(0, box.offsets[0], box.sizes[0])
+                part = part + self.adapter.scale * (rows @ down)
             yield part
 
     def _base(self, spec: TensorSpec, box: Box, stored: dict[str, str]) -> Tensor:
@@ -96,7 +89,3 @@ class AdapterExport:
         part = torch.empty(box.sizes, dtype=getattr(torch, spec.dtype))
         self._files.read_into(stored[spec.fqn], box, part)
         return part
-
-    def _whole(self, fqn: str) -> Tensor:
-        shape, dtype = self.checkpoint.tensors[fqn]
-        return self.checkpoint.read(Box(fqn, (0,) * len(shape), shape, dtype))

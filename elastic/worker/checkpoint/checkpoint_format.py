@@ -25,7 +25,7 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 from elastic.errors import ElasticError, StateLost
-from elastic.types import DTYPE_BYTES, Box
+from elastic.types import DTYPE_BYTES, Box, Plan
 from elastic.worker.checkpoint.blob import hasher_for
 
 FOLDER = "checkpoints"
@@ -103,6 +103,12 @@ def ordered_epoch(folder: str) -> int:
     return int(match[3] or 0) if match else 0
 
 
+def cut_of(plan: Plan) -> dict[str, Any]:
+    """How a state is cut, in a marker's meta."""
+    layout, samples = asdict(plan.layout), list(plan.samples)
+    return {"layout": layout, "layers": list(plan.layers), "samples": samples}
+
+
 def shard_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
@@ -123,22 +129,11 @@ def root_of(entries: Iterable[BlobEntry]) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     rows = [
-        {
-            **asdict(e.box),
-            "offset": e.offset,
-            "length": e.length,
-            "data": e.data,
-            "digest": e.digest,
-        }
+        asdict(e.box) | {"offset": e.offset, "length": e.length, "data": e.data, "digest": e.digest}
         for e in manifest.entries
     ]
-    data = {
-        "version": VERSION,
-        "rank": manifest.rank,
-        "n_bytes": manifest.n_bytes,
-        "sha256": manifest.sha256,
-        "boxes": rows,
-    }
+    about = {"version": VERSION, "rank": manifest.rank, "n_bytes": manifest.n_bytes}
+    data = about | {"sha256": manifest.sha256, "boxes": rows}
     return json.dumps(data, separators=(",", ":")).encode()
 
 

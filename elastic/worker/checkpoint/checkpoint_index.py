@@ -115,14 +115,9 @@ def _info(storage: Storage, folder: str) -> CheckpointInfo | Damaged | None:
             f"{uri}/{MARKER}: it is the marker of step {marker.step}, generation "
             f"{marker.generation}"
         )
+    n_bytes = sum(note.n_bytes for note in marker.files)
     return CheckpointInfo(
-        marker.step,
-        marker.generation,
-        uri,
-        marker.meta,
-        sum(note.n_bytes for note in marker.files),
-        marker.epoch,
-        marker.world_size,
+        marker.step, marker.generation, uri, marker.meta, n_bytes, marker.epoch, marker.world_size
     )
 
 
@@ -195,13 +190,6 @@ def check_epoch(storage: Storage, epoch: int, what: str) -> None:
         raise Fenced(f"{what}; epoch {newest} has taken over this run")
 
 
-def _get(storage: Storage, name: str) -> bytes:
-    try:
-        return storage.get(name)
-    except (FileNotFoundError, StorageDamaged) as error:
-        raise Damaged(f"{storage.uri_of(name)}: {error}") from error
-
-
 def open_checkpoint(uri: str) -> Checkpoint:
     """Opens a committed checkpoint: marker, index and the sizes of all files are checked, the data
     while it is read.
@@ -258,7 +246,10 @@ def _manifests(
 
 
 def _noted(storage: Storage, note: FileNote) -> bytes:
-    data = _get(storage, note.name)
+    try:
+        data = storage.get(note.name)
+    except (FileNotFoundError, StorageDamaged) as error:
+        raise Damaged(f"{storage.uri_of(note.name)}: {error}") from error
     if sha256(data).hexdigest() != note.sha256:
         raise Damaged(
             f"{storage.uri_of(note.name)}: altered (its SHA-256 is not the one in {MARKER})"

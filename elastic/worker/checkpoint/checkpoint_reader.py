@@ -65,12 +65,8 @@ class Checkpoint:
         plain: Iterable[tuple[str, BlobEntry]] = (),
     ) -> None:
         self._storage, self._marker, self._manifests = storage, marker, manifests
-        self.uri, self.step, self.generation, self.meta = (
-            storage.uri,
-            marker.step,
-            marker.generation,
-            marker.meta,
-        )
+        self.uri, self.meta = storage.uri, marker.meta
+        self.step, self.generation = marker.step, marker.generation
         self.n_bytes = sum(note.n_bytes for note in marker.files)
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         self._scratch = _Scratch(SCRATCH_BYTES)
@@ -87,9 +83,8 @@ class Checkpoint:
         self.fill([(box, out)])
         return out
 
-    def read_into(self, box: Box, out: Tensor) -> None:
-        """Fills one tensor; see `fill`."""
-        self.fill([(box, out)])
+    def read_whole(self, fqn: str) -> Tensor:
+        return self.read(Box.whole(fqn, *self.tensors[fqn]))
 
     def fill(self, items: Iterable[tuple[Box, Tensor]]) -> int:
         """Fills each tensor (of its box's sizes) from the stored boxes that it meets; only their
@@ -104,15 +99,10 @@ class Checkpoint:
         if threads < 2:
             for run in runs:
                 self._read_run(run)
-        else:
+        else:  # after the first that raises no other is begun
             with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
-                reading = [pool.submit(self._read_run, run) for run in runs]
-                try:
-                    for one in reading:
-                        one.result()
-                finally:
-                    for one in reading:
-                        one.cancel()
+                for _ in pool.map(self._read_run, runs):
+                    pass
         return sum(piece.entry.length for piece in pieces)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:

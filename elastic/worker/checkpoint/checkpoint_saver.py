@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from elastic.types import (
 )
 from elastic.types.grid import replica_key
 from elastic.worker.checkpoint import checkpoint_writer
+from elastic.worker.checkpoint.checkpoint_format import cut_of
 from elastic.worker.checkpoint.disk_space import check_space
 from elastic.worker.process.doing import doing
 from elastic.worker.state.content_digest import digest
@@ -161,12 +162,7 @@ class Saving:
         deadline = time.monotonic() + wait_s
         self.writing.result(wait_s)
         plan, step, rank = self.of.plan, self.of.step, self.of.rank
-        meta = {
-            "layout": asdict(plan.layout),
-            "layers": list(plan.layers),
-            "samples": list(plan.samples),
-            "orphan": True,
-        }
+        meta = cut_of(plan) | {"orphan": True}
         while rank == 0:
             try:
                 return checkpoint_writer.commit(
@@ -215,10 +211,8 @@ class Saving:
         try:
             write()
         except (OSError, ElasticError) as error:
-            self._fail(of.plan, of.step, f"rank {of.rank}: {_said(error)}")
-
-    def _fail(self, plan: Plan, step: int, reason: str) -> None:
-        self.place.report(CopyFailed(plan.generation, step, reason))
+            why = f"rank {of.rank}: {_said(error)}"
+            self.place.report(CopyFailed(of.plan.generation, of.step, why))
 
     def _write(self, of: CheckpointPart, copy: BoundaryCopy, stall_s: float) -> None:
         try:
@@ -250,23 +244,16 @@ class Saving:
         mine = {fqn: item for fqn, item in tensors.items() if fqn in names}
         quota_gb = place.job.storage_quota_gb
         own_bytes = sum(box.n_bytes for box, _ in mine.values())
-        check_space(
-            place.storage,
-            (step, number),
-            (own_bytes, state_bytes(profile)),
-            quota_gb=quota_gb,
-            ordered=of.ordered,
-        )
+        sizes = own_bytes, state_bytes(profile)
+        check_space(place.storage, (step, number), sizes, quota_gb=quota_gb, ordered=of.ordered)
         n_bytes = checkpoint_writer.write_shard(
             place.storage, step, number, rank=rank, items=list(mine.values()), ordered=of.ordered
         )
         shapes = {spec.fqn: spec.shape for spec in state_specs(profile)}
         content = digest(mine, shapes, mine)
-        place.report(
-            ShardStored(
-                number, step, rank, n_bytes, time.monotonic() - began, stall_s, content, of.ordered
-            )
-        )
+        took_s = time.monotonic() - began
+        stored = ShardStored(number, step, rank, n_bytes, took_s, stall_s, content, of.ordered)
+        place.report(stored)
 
 
 def state_bytes(profile: ModelProfile) -> int:

@@ -38,7 +38,7 @@ from elastic.worker.program.safetensor_files import (
     Shapes,
     write_files,
 )
-from elastic.worker.program.weights import check_stored, quantised
+from elastic.worker.program.weights import check_stored, cut, quantised
 
 PART_BYTES = 64 << 20  # so much of a tensor is in memory at a time
 MODEL = "model."
@@ -62,19 +62,11 @@ class ListedCheckpoint:
 
 def listed(run: Storage, problems: list[str] | None = None) -> list[ListedCheckpoint]:
     """Newest first; what is wrong with markers goes into `problems`."""
-    out = [
-        ListedCheckpoint(
-            f.step,
-            f.generation,
-            True,
-            f.uri,
-            f.n_bytes,
-            _layout(f.meta),
-            f.world_size,
-            float(at_s) if isinstance(at_s := f.meta.get("saved_at_s"), int | float) else None,
-        )
-        for f in checkpoint_index.find(run, problems)
-    ]
+    out = []
+    for f in checkpoint_index.find(run, problems):
+        at_s, size = f.meta.get("saved_at_s"), (_layout(f.meta), f.world_size)
+        at_s = float(at_s) if isinstance(at_s, int | float) else None
+        out.append(ListedCheckpoint(f.step, f.generation, True, f.uri, f.n_bytes, *size, at_s))
     known = {item.uri for item in out}
     sizes: dict[str, int] = {}
     for key in run.list(f"{FOLDER}/"):
@@ -124,11 +116,12 @@ def export(
     item = chosen(run, step)
     shapes, parts = _weights(checkpoint_index.open_checkpoint(item.uri), tied or {})
     most = FILE_BYTES if file_bytes is None else file_bytes
-    return _done(item, to, write_files(to, shapes, parts, file_bytes=most), n_tensors=len(shapes))
+    files = write_files(to, shapes, parts, file_bytes=most)
+    return _done(item, to, n_tensors=len(shapes), files=files)
 
 
 def _done(
-    item: checkpoint_index.CheckpointInfo, to: Storage, files: list[str], *, n_tensors: int
+    item: checkpoint_index.CheckpointInfo, to: Storage, *, n_tensors: int, files: list[str]
 ) -> dict[str, Any]:
     where = {"step": item.step, "from": item.uri, "to": to.uri}
     return where | {"files": files, "tensors": n_tensors}
@@ -154,8 +147,8 @@ def _weights(
     }
 
     def parts(name: str) -> Iterator[Tensor]:
-        spec = TensorSpec(begin + of.get(name, name), *stored[name])
-        each = (checkpoint.read(box) for box in parts_of(spec))
+        whole = Box.whole(begin + of.get(name, name), *stored[name])
+        each = (checkpoint.read(box) for box in whole.in_rows(PART_BYTES))
         return (unpack(one, torch.float32) for one in each) if name in bytes_of else each
 
     return shapes, parts
@@ -188,9 +181,11 @@ def export_for(
     trained = AdapterExport(checkpoint, program) if program.adapter is not None else None
     try:
         if trained is None:
-            tied = _tied_of(program, own=not beside)
-            part, packed = program.exports, program.packed
-            shapes, parts = _weights(checkpoint, tied, part=part, packed=packed)
+            # where a library reads these weights it ties by a config.json of its own
+            tied = {} if beside else tied_names(trace(program).specs)
+            part, begin = program.exports, f"{program.exports}." if program.exports else ""
+            tied = {n.removeprefix(begin): of.removeprefix(begin) for n, of in tied.items()}
+            shapes, parts = _weights(checkpoint, tied, part=part, packed=program.packed)
         else:
             shapes, parts = trained.alone() if alone else trained.merged()
         if alone:
@@ -208,34 +203,9 @@ def export_for(
     finally:
         if trained is not None:
             trained.close()
-    return _with_files(_done(item, to, files, n_tensors=len(shapes)), to, beside)
-
-
-def _tied_of(program: Program, *, own: bool) -> dict[str, str]:
-    """`own`: no library reads these weights, that ties by a config.json of its own."""
-    tied = tied_names(trace(program).specs) if own else {}
-    begin = f"{program.exports}."
-    if not program.exports:
-        return tied
-    return {n.removeprefix(begin): of.removeprefix(begin) for n, of in tied.items()}
-
-
-def _with_files(done: dict[str, Any], to: Storage, files: Mapping[str, bytes]) -> dict[str, Any]:
-    for name, data in files.items():
+    for name, data in beside.items():
         to.put(name, data)
-    return done | {"files": [*done["files"], *files]}
-
-
-def parts_of(spec: TensorSpec) -> Iterator[Box]:
-    """The tensor in boxes of at most PART_BYTES (one row at least), cut along dimension 0."""
-    whole = Box(spec.fqn, (0,) * len(spec.shape), spec.shape, spec.dtype)
-    if not spec.shape or whole.n_bytes <= PART_BYTES:
-        yield whole
-        return
-    rows = max(1, PART_BYTES * spec.shape[0] // whole.n_bytes)
-    for start in range(0, spec.shape[0], rows):
-        n = min(rows, spec.shape[0] - start)
-        yield Box(spec.fqn, (start, *whole.offsets[1:]), (n, *spec.shape[1:]), spec.dtype)
+    return _done(item, to, n_tensors=len(shapes), files=[*files, *beside])
 
 
 # ------------------------------------------------------------------------------------------- import
@@ -306,11 +276,9 @@ def _step(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> int:
     """Where the run continues. Raises SpecError where that is not before the end of the job."""
     step = wanted.at_step
     if step is None:
-        counters = [name for fqn, name in matched.names.items() if fqn.startswith("optim.step.")]
-        counts = {
-            int(tensors.read(Box(name, (), (), tensors.tensors[name][1]))) for name in counters
-        }
-        step = max(counts, default=0)
+        names = [name for fqn, name in matched.names.items() if fqn.startswith("optim.step.")]
+        counters = (Box(name, (), (), tensors.tensors[name][1]) for name in names)
+        step = max((int(tensors.read(box)) for box in counters), default=0)
     if wanted.steps is not None and step >= wanted.steps:
         raise SpecError(
             f"{tensors.uri}: it has done {n_of(step, 'step')}, the job ends at step "
@@ -355,11 +323,8 @@ def match(tensors: Tensors, wanted: ImportRequest) -> TensorMatch:
     used = set(found.names.values()) | tied | {RNG, LOSS_SCALE}
     found.extra = sorted(name for name in tensors.tensors if name not in used)
     # a single number counts steps or epochs; the place in a stream is that of another run
-    odd = [
-        name
-        for name in found.extra
-        if prod(tensors.tensors[name][0]) != 1 and name != EXTRA + STATE
-    ]
+    several = [name for name in found.extra if prod(tensors.tensors[name][0]) != 1]
+    odd = [name for name in several if name != EXTRA + STATE]
     if odd and not wanted.ignore_extra:
         raise SpecError(_what_is_odd(tensors.uri, odd))
     return found
@@ -411,17 +376,14 @@ def _all_moments(names: set[str], profile: ModelProfile, specs: Container[str]) 
     nothing of it."""
     found: dict[str, str] = {}
     for i in range(len(profile.optimizers)):
-        own = [
-            (spec.fqn, profile.kept_of(spec))
-            for spec in profile.specs
-            if spec.optimizer == i and spec.tied_to is None
-        ]
+        own = [s for s in profile.specs if s.optimizer == i and s.tied_to is None]
+        kept_of = {spec.fqn: profile.kept_of(spec) for spec in own}
         wanted = [
-            f"optim.{entry}.{fqn}"
-            for fqn, kept in own
+            name
+            for fqn, kept in kept_of.items()
             for entry in (*kept.entries, *kept.scalars, *(one.name for one in kept.owned))
+            if (name := f"optim.{entry}.{fqn}") in specs
         ]
-        wanted = [fqn for fqn in wanted if fqn in specs]
         moments = _moments(names, wanted)
         if wanted and not moments:
             return {}
@@ -456,15 +418,11 @@ def _items(
     for spec in state_specs(wanted.profile):
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if spec.fqn == RNG:
-            yield (
-                Box(RNG, (0,), (2,), spec.dtype),
-                torch.tensor([wanted.seed, wanted.at_step], dtype=dtype),
-            )
+            begin = torch.tensor([wanted.seed, wanted.at_step], dtype=dtype)
+            yield Box.whole(RNG, (2,), spec.dtype), begin
             continue
         name = matched.names.get(spec.fqn)
-        for box in parts_of(spec):
-            if not box.n_elements:
-                continue
+        for box in Box.whole(spec.fqn, spec.shape, spec.dtype).in_rows(PART_BYTES):
             if name is not None:
                 stored = tensors.tensors[name][1]
                 packs = _packs(wanted, spec.fqn, stored)
@@ -473,8 +431,7 @@ def _items(
                 yield box, pack(values) if packs else values.to(dtype)
             elif spec.buffer:
                 made = made or wanted.buffers()
-                where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))
-                yield box, made[spec.fqn.removeprefix(MODEL)][where].to(dtype)
+                yield box, cut(made[spec.fqn.removeprefix(MODEL)], box).to(dtype)
             else:
                 yield box, torch.full(box.sizes, first.get(spec.fqn, 0.0), dtype=dtype)
 
@@ -502,13 +459,10 @@ def remove(run: Storage, step: int, force: bool = False) -> list[str]:
 
 
 def _layout(meta: dict[str, Any]) -> str:
-    found = meta.get("layout")
+    if not isinstance(found := meta.get("layout"), dict):
+        return ""
     names = set(asdict(Layout()))
-    return (
-        str(Layout(**{key: value for key, value in found.items() if key in names}))
-        if isinstance(found, dict)
-        else ""
-    )
+    return str(Layout(**{key: value for key, value in found.items() if key in names}))
 
 
 def open_target(uri: str) -> Storage:

@@ -83,7 +83,10 @@ def write_shard(
                     f"{box.fqn}: box {box.sizes} {box.dtype} holds {tuple(tensor.shape)} "
                     f"{tensor.dtype}"
                 )
-            for part, rows in _parts(box, tensor.detach()):
+            for part in box.in_rows(CHUNK_BYTES):
+                rows = tensor.detach()
+                if part.sizes:
+                    rows = rows.narrow(0, part.offsets[0] - box.offsets[0], part.sizes[0])
                 entries.append(sink.add(part, alone(rows)))
         sink.wait()
     manifest = Manifest(rank, sink.n_bytes, root_of(entries), tuple(entries))
@@ -154,12 +157,8 @@ class _Sink:
 
     def add(self, box: Box, tensor: Tensor) -> BlobEntry:
         """Writes the tensor as the next blob. `tensor` is alone in its memory."""
-        self._hasher, self._start, self._memory, self._data_at = (
-            Xxh3(),
-            self.n_bytes,
-            tensor.data_ptr(),
-            -1,
-        )
+        self._hasher, self._start = Xxh3(), self.n_bytes
+        self._memory, self._data_at = tensor.data_ptr(), -1
         torch.save(tensor, cast(BinaryIO, self))
         if self._data_at < 0:
             raise InternalError(f"{box.fqn}: torch.save did not write the tensor's memory as it is")
@@ -204,21 +203,6 @@ def _without_crc() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def _parts(box: Box, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The box cut along dimension 0 into parts of at most CHUNK_BYTES (one row at least); nothing
-    where it is empty."""
-    if not box.n_elements:
-        return
-    if not box.sizes or box.n_bytes <= CHUNK_BYTES:
-        yield box, tensor
-        return
-    rows = max(1, CHUNK_BYTES * box.sizes[0] // box.n_bytes)
-    for start in range(0, box.sizes[0], rows):
-        part = tensor[start : start + rows]
-        offsets = (box.offsets[0] + start, *box.offsets[1:])
-        yield Box(box.fqn, offsets, tuple(part.shape), box.dtype), part
 
 
 def _manifest_text(storage: Storage, folder: str, rank: int) -> bytes:

@@ -32,7 +32,14 @@ def check_space(
     """
     own_bytes, all_bytes = (int(size * OVERHEAD) for size in sizes)
     if quota_gb is not None:
-        _check_quota(storage, copy, all_bytes, quota_gb=quota_gb)
+        others = [found for found in committed(storage) if (found.step, found.generation) != copy]
+        used = sum(found.n_bytes for found in others)
+        if used + all_bytes > quota_gb * GB:
+            raise NoRoom(
+                f"storage_quota_gb={quota_gb:g}: {len(others)} copies hold {used / GB:.2f} GB, the "
+                f"copy of step {copy[0]} needs {all_bytes / GB:.2f} GB; raise it, or lower "
+                "keep_last"
+            )
     free = storage.free_bytes()
     if free is None:
         return
@@ -42,16 +49,4 @@ def check_space(
         raise NoRoom(
             f"{storage.uri}: {free / GB:.2f} GB are free, the copy of step {copy[0]} needs "
             f"{need / GB:.2f} GB; free space there, or lower keep_last"
-        )
-
-
-def _check_quota(
-    storage: Storage, copy: tuple[int, int], all_bytes: int, *, quota_gb: float
-) -> None:
-    others = [found for found in committed(storage) if (found.step, found.generation) != copy]
-    used = sum(found.n_bytes for found in others)
-    if used + all_bytes > quota_gb * GB:
-        raise NoRoom(
-            f"storage_quota_gb={quota_gb:g}: {len(others)} copies hold {used / GB:.2f} GB, the "
-            f"copy of step {copy[0]} needs {all_bytes / GB:.2f} GB; raise it, or lower keep_last"
         )

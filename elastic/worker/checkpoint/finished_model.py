@@ -24,27 +24,17 @@ def load_model(program: Program, uri: str) -> nn.Module:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fqn = f"model.{name}"
             if fqn in checkpoint.tensors:
-                shape, dtype = checkpoint.tensors[fqn]
-                tensor.copy_(checkpoint.read(Box(fqn, (0,) * len(shape), shape, dtype)))
+                tensor.copy_(checkpoint.read_whole(fqn))
                 n_read += 1
         if program.weights is not None:
-            _read_frozen(program, model)
+            specs = trace(program).specs
+            frozen = [s for s in specs if s.reread and s.tied_to is None]
+            boxes = (Box.whole(f"model.{s.fqn}", s.shape, s.dtype) for s in frozen)
+            there = {b.fqn: (b, model.get_parameter(b.fqn.removeprefix("model."))) for b in boxes}
+            fill(program, specs, there, seed=0)
     if not n_read:
         raise StateLost(f"{uri}: it holds no tensor of this program's model")
     return model.eval()
-
-
-def _read_frozen(program: Program, model: nn.Module) -> None:
-    specs = trace(program).specs
-    there = {
-        "model." + s.fqn: (
-            Box("model." + s.fqn, (0,) * len(s.shape), s.shape, s.dtype),
-            model.get_parameter(s.fqn),
-        )
-        for s in specs
-        if s.reread and s.tied_to is None
-    }
-    fill(program, specs, there, seed=0)
 
 
 def sample_text(program: Program, uri: str) -> str | None:

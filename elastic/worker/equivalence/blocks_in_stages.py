@@ -57,6 +57,16 @@ def one_weight(profile: ModelProfile) -> tuple[str, str] | None:
     return None
 
 
+def in_two_stages(profile: ModelProfile) -> str:
+    """Of a weight that stages would each train a copy of; '' = there is none."""
+    if (names := one_weight(profile)) is None:
+        return ""
+    return (
+        f"{names[0]} and {names[1]} are one weight, which two stages would hold; take pp=1, or two "
+        "weights"
+    )
+
+
 class BlocksInStages:
     """May the blocks be spread over stages? `whole`: a pass of the whole model."""
 
@@ -70,22 +80,12 @@ class BlocksInStages:
 
     def problem(self) -> str:
         """'' = they may."""
-        checks = [self._shared, self._order, self._chain, self._others, self._beside, self._tail]
+        if problem := in_two_stages(self.profile):
+            return problem
+        checks = [self._order, self._chain, self._others, self._beside, self._tail]
         if self.program.stage is not None:  # it may do with the module what it wants
-            checks = checks[:1]
+            checks = []
         return next((text for check in checks if (text := check())), "") or self._stages()
-
-    def _shared(self) -> str:
-        """Weights that stages would each train a copy of."""
-        names = one_weight(self.profile)
-        return (
-            (
-                f"{names[0]} and {names[1]} are one weight, which two stages would hold; take "
-                "pp=1, or two weights"
-            )
-            if names
-            else ""
-        )
 
     def _order(self) -> str:
         calls = self.whole.calls
@@ -242,11 +242,7 @@ class BlocksInStages:
             )
         if stage < len(layers) - 1 and found.output is not found.calls[-1].output:
             at = f" ({found.viewed})" if found.viewed else ""
-            done = (
-                _said(found.tail[-1], found.tail)
-                if found.tail
-                else f"takes a part of the hidden state{at}"
-            )
+            done = _said(found.tail[-1]) if found.tail else f"takes a part of the hidden state{at}"
             return (
                 f"behind the blocks `forward` {done}, and every pipeline stage would do so: put "
                 f"it into a module that is registered behind the blocks, {OWN_STAGE}"
@@ -286,10 +282,10 @@ def _done(call: Call) -> str:
         and int(call.args[0].untyped_storage()._cdata) in op.makes
     ]
     op = made[-1] if made else (call.before[-1] if call.before else None)
-    return _said(op, call.before) if op is not None else "takes another value than it returned"
+    return _said(op) if op is not None else "takes another value than it returned"
 
 
-def _said(op: Op, ops: list[Op]) -> str:
+def _said(op: Op) -> str:
     verb = VERBS.get(op.name.rstrip("_"), f"changes the hidden state by {op.name}")
     return f"{verb} ({op.where})" if op.where else verb
 

@@ -31,7 +31,7 @@ from elastic.worker.equivalence.forward_trace import (
 from elastic.worker.equivalence.no_randomness import DROPOUT_AT
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.loop.loop_model import mapped
-from elastic.worker.parallel.draw_requests import request_of
+from elastic.worker.parallel.draw_requests import arguments_of, request_of
 from elastic.worker.parallel.keyed_draws import (
     FUNCTIONS,
     TELLS,
@@ -126,11 +126,10 @@ class _Notes(Draws):
 
 def _unknown(func: Any, args: Any, kwargs: Any) -> str:
     """Why what it draws cannot be keyed; '' = it draws nothing."""
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = arguments_of(func, args, kwargs)
     if given.get("generator") is not None:
         return "from a generator of its own, which each rank has; leave the generator out"
-    if "dropout_p" in names and not given.get("dropout_p"):
+    if not given.get("dropout_p", 1.0):
         return ""
     return "by an operation that is not known to draw sample by sample; take torch.rand or randn"
 
@@ -202,7 +201,8 @@ def _tried(
     length = length_of(inputs_of(program, batch))
     short: dict[DrawPlace, _Note] = {}
     try:
-        half = _first_half(batch, length)
+        long = {key for key, x in batch.items() if x.ndim > 1 and x.shape[1] == length}
+        half = {key: x[:, : length // 2] if key in long else x for key, x in batch.items()}
         short, _ = one_pass(batch=half, rows=2)
     except Exception as error:  # noqa: BLE001 - the user's model, which may take one length only
         log.info("what shorter samples draw was not seen: %s", " ".join(str(error).split())[:200])
@@ -271,14 +271,6 @@ def _rows_at(two: tuple[int, ...], three: tuple[int, ...]) -> int | None:
         return -1
     (first, *more) = differ
     return first if not more and 3 * two[first] == 2 * three[first] else None
-
-
-def _first_half(batch: Batch, length: int) -> Batch:
-    """Of each sample's positions."""
-    return {
-        key: x[:, : length // 2] if x.ndim > 1 and x.shape[1] == length else x
-        for key, x in batch.items()
-    }
 
 
 def _draw(one: _Note, short: _Note | None, rows_at: int, *, length: int) -> Draw:

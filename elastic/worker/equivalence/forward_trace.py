@@ -8,9 +8,10 @@ import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from elastic.program import Program
 from elastic.types import coarsest
 from elastic.user_frames import raised_at
 from elastic.version import PACKAGE
+from elastic.worker.parallel.draw_requests import arguments_of
 from elastic.worker.program.calls import inputs_of, keywords_of, tensors_in
 from elastic.worker.program.norms.batch_norms import by_hand
 
@@ -124,13 +126,8 @@ class Tracer:
         truth: bool | None = None,
         far: int | None = None,
     ) -> None:
-        self.program, self.model, self.blocks, self.truth, self.far = (
-            program,
-            model,
-            list(blocks),
-            truth,
-            far,
-        )
+        self.program, self.model, self.blocks = program, model, list(blocks)
+        self.truth, self.far = truth, far
         self.found = Followed(truth=truth, blocks=tuple(self.blocks))
         self.stack: list[Call] = []
         self.ops: list[Op] = []
@@ -278,7 +275,7 @@ class Tracer:
         if (
             plain
             and torch.Tag.nondeterministic_seeded in func.tags
-            and _dropout_of(func, args, kwargs) != 0.0
+            and arguments_of(func, args, kwargs or {}).get("dropout_p", 1.0)
         ):
             self._note(self.found.draws, name, labels)
         made = list(tensors_in(out))
@@ -312,15 +309,17 @@ class Tracer:
 
     def _beside(self, name: str, labels: Labels) -> None:
         strange = (labels & {INPUT, *self.blocks}) - self.stack[0].given
-        if strange and not (
-            self.found.beside and self.found.beside[-1].inside == self.blocks[self.stack[0].block]
-        ):
+        if strange and not (self.found.beside and self.found.beside[-1].inside == self.inside):
             self._note(self.found.beside, name, strange)
 
     def _note(self, notes: list[Op], name: str, labels: Labels) -> None:
-        inside = self.blocks[self.stack[0].block] if self.stack else ""
         where, own = self.where()
-        notes.append(Op(name, where, labels, inside, own=own))
+        notes.append(Op(name, where, labels, self.inside, own=own))
+
+    @property
+    def inside(self) -> str:
+        """The block, '' = none."""
+        return self.blocks[self.stack[0].block] if self.stack else ""
 
     @staticmethod
     def where() -> tuple[str, bool]:
@@ -365,9 +364,8 @@ class _Functions(TorchFunctionMode):
             str(torch.get_autocast_dtype(kind)).removeprefix("torch.") for kind in kinds
         ]
         if by_hand(func, args, kwargs):
-            inside = self.tracer.blocks[self.tracer.stack[0].block] if self.tracer.stack else ""
-            where, found = Tracer.where()[0], self.tracer.found
-            found.norm = found.norm or f"{inside or 'forward'} ({where}) calls {func.__name__}"
+            found, inside = self.tracer.found, self.tracer.inside or "forward"
+            found.norm = found.norm or f"{inside} ({Tracer.where()[0]}) calls {func.__name__}"
         return func(*args, **(kwargs or {}))
 
 
@@ -377,19 +375,6 @@ def _storage(tensor: Tensor) -> int:
 
 def _type(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.").split("_")[0]  # of all float8 the first part
-
-
-def _dropout_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """The probability of dropout that an operation is called with; None = it has none."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = (
-                args[i]
-                if i < len(args)
-                else (kwargs or {}).get("dropout_p", argument.default_value)
-            )
-            return float(given or 0.0)
-    return None
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -427,46 +412,25 @@ def eager_flex_attention() -> Iterator[None]:
 def python_random(value: float) -> Iterator[list[str]]:
     """`random.random()`, and what numpy has like it, gives `value`. What was drawn from is in the
     list afterwards."""
-    own = (
-        random.random,
-        np.random.rand,
-        np.random.random,
-        np.random.random_sample,
-        np.random.uniform,
-    )
+    made: dict[tuple[Any, str], Callable[..., Any]] = {
+        (random, "random"): lambda own: own() * 0 + value,
+        (np.random, "rand"): lambda own, *shape: own(*shape) * 0 + value,
+        (np.random, "random"): lambda own, size=None: own(size) * 0 + value,
+        (np.random, "random_sample"): lambda own, size=None: own(size) * 0 + value,
+        (np.random, "uniform"): lambda own, low=0.0, high=1.0, size=None: (
+            own(low, high, size) * 0 + low + (high - low) * value
+        ),
+    }
+    own = {at: getattr(*at) for at in made}
     state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
     found: list[str] = []
-
-    def drawn() -> float:
-        own[0]()
-        return value
-
-    def rand(*shape: int) -> Any:
-        return own[1](*shape) * 0 + value
-
-    def sample(size: Any = None) -> Any:
-        return own[2](size) * 0 + value
-
-    def uniform(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
-        return own[4](low, high, size) * 0 + low + (high - low) * value
-
-    random.random = drawn
-    np.random.rand, np.random.random, np.random.random_sample, np.random.uniform = (
-        rand,
-        sample,
-        sample,
-        uniform,
-    )
+    for at, call in made.items():
+        setattr(*at, partial(call, own[at]))
     try:
         yield found
     finally:
-        (
-            random.random,
-            np.random.rand,
-            np.random.random,
-            np.random.random_sample,
-            np.random.uniform,
-        ) = own
+        for at, one in own.items():
+            setattr(*at, one)
         if random.getstate() != state:
             found.append(PYTHON)
         if not _same_state(np.random.get_state(legacy=False), numpy_state):

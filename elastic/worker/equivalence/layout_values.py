@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -128,25 +130,13 @@ def _compare(
         return Compared(str(layout), f"it raises {said}", time.monotonic() - began)
     store, ranks = host_store(HERE), tuple(WorkerId("here", i) for i in range(layout.world_size))
     at = Rendezvous(ranks, (HERE, store.port), MEET_S, new_secret())
-    mine, processes = [], []
-    for rank in range(layout.world_size):
-        here, there = FORKS.Pipe(duplex=False)
-        process = FORKS.Process(
-            target=_rank,
-            args=(there, small, job),
-            kwargs={"batch": batch, "whole": whole, "layout": layout, "at": at, "me": rank},
-            daemon=True,
-        )
-        process.start()
-        there.close()
-        mine.append(here)
-        processes.append(process)
-    try:
-        found = _answers(mine, began + most_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    values = partial(_values, small, job, batch, whole=whole, layout=layout, at=at)
+    with ExitStack() as stack:
+        pipes = [
+            stack.enter_context(_forked(_rank, partial(values, me=rank)))
+            for rank in range(layout.world_size)
+        ]
+        found = _answers(pipes, began + most_s)
     seconds = time.monotonic() - began
     problems = [text for kind, text in found.values() if kind == "raised"]
     lost = [text for kind, text in found.values() if kind == "lost"]
@@ -172,6 +162,20 @@ def _compare(
     return _judged(layout, answers, words, seconds=seconds, times=times)
 
 
+@contextmanager
+def _forked(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """A process that tells what it finds by its first argument, the other end of this."""
+    here, there = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=target, args=(there, *arguments), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield here
+    finally:
+        process.kill()
+        process.join()
+
+
 def _answers(pipes: list[Connection], until_s: float) -> dict[int, tuple[str, Any]]:
     found: dict[int, tuple[str, Any]] = {}
     while len(found) < len(pipes) and (left := until_s - time.monotonic()) > 0:
@@ -190,22 +194,13 @@ def _rounding(small: SmallCopy, batch: Batch, cp: int) -> dict[str, float] | str
     """What rounding alone makes of the loss ('') and of each gradient of one process, as a multiple
     of what is allowed: between float32 and float64. Empty where it cannot be told; a text where the
     loss is another one each time: what draws."""
-    here, there = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=_round, args=(there, small, batch, cp), daemon=True)
-    process.start()
-    there.close()
     found: dict[str, float] | str = {}
-    try:
+    with _forked(_round, small, batch, cp) as here, suppress(EOFError):
         for _ in range(2):
             found = here.recv() if here.poll(FAMILY_MOST_S) else found
             if isinstance(found, str):
-                return found
-        return found
-    except EOFError:
-        return found
-    finally:
-        process.kill()
-        process.join()
+                break
+    return found
 
 
 def _round(pipe: Connection, small: SmallCopy, batch: Batch, cp: int) -> None:
@@ -262,32 +257,15 @@ def _judged(
     return Compared(str(layout), problem, seconds, loss, off, worst * GRADIENT_AGREES)
 
 
-def _rank(
-    pipe: Connection,
-    small: SmallCopy,
-    job: Job,
-    *,
-    batch: Batch,
-    whole: Pass,
-    layout: Layout,
-    at: Rendezvous,
-    me: int,
-) -> None:
+def _rank(pipe: Connection, values: Callable[[], dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     try:
-        answer: tuple[str, Any] = (
-            "done",
-            _values(small, job, batch, whole=whole, layout=layout, at=at, me=me),
-        )
+        answer: tuple[str, Any] = ("done", values())
     except Exception as error:  # noqa: BLE001 - the boundary of the process
-        lost = not isinstance(error, ElasticError) and is_collective_error(error)
-        answer = (
-            ("lost", "")
-            if lost
-            else ("raised", str(error) if isinstance(error, ElasticError) else told(error))
-        )
-    if answer[0] == "lost":
-        time.sleep(0.5)  # who was the reason may still say so
+        answer = ("raised", str(error) if isinstance(error, ElasticError) else told(error))
+        if not isinstance(error, ElasticError) and is_collective_error(error):
+            answer = ("lost", "")
+            time.sleep(0.5)  # who was the reason may still say so
     pipe.send(answer)
 
 
@@ -315,7 +293,7 @@ def _values(
             state = TrainState(
                 program, profile, groups, layout=layout, layers=layers, rank=me, job=job
             )
-            _give(state, small)
+            state.fill_fresh(0)  # its program gives the copy's weights and buffers
             stepper = Stepper(program, job, plan, state=state, groups=groups)
             state.train(not program.batch_dependent)
             dp = coordinates(layout, me).dp(layout)
@@ -337,17 +315,6 @@ def _values(
         except Exception:
             groups.abort()
             raise
-
-
-@torch.no_grad()
-def _give(state: TrainState, small: SmallCopy) -> None:
-    """The copy's weights and buffers."""
-    source = small.model.state_dict(keep_vars=True)
-    for fqn, (box, tensor) in (*state.tensors.items(), *state.frozen.items()):
-        if fqn.startswith("model."):
-            tensor.copy_(cut(source[fqn.removeprefix("model.")].detach(), box))
-        elif fqn.startswith("optim."):
-            tensor.zero_()
 
 
 def _differ(

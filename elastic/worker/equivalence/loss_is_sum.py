@@ -20,8 +20,9 @@ from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program
 from elastic.types import Job
 from elastic.worker.equivalence.forward_trace import told
+from elastic.worker.loop.loop_model import mapped
 from elastic.worker.loop.loss_reduction import Means
-from elastic.worker.program.calls import call_model, count_of, loss_of
+from elastic.worker.program.calls import call_model, count_of, loss_of, tensors_in
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import build_meta
 from elastic.worker.step.sums import Sums
@@ -232,21 +233,13 @@ def refuse_a_mean(once: float, twice: float) -> None:
 
 def made_up(output: Any) -> Any:
     """Numbers in the shape of an output on the meta device; every row is the same."""
-    if isinstance(output, Tensor):
+
+    def numbers(x: Tensor) -> Tensor:
         torch.manual_seed(0)
-        row = torch.randn(output.shape[1:]).to(output.dtype)
-        return (
-            row.expand(output.shape).contiguous()
-            if output.ndim
-            else torch.ones((), dtype=output.dtype)
-        )
-    if isinstance(output, Mapping):
-        return type(output)(**{key: made_up(value) for key, value in output.items()})
-    return (
-        type(output)([made_up(value) for value in output])
-        if isinstance(output, list | tuple)
-        else output
-    )
+        row = torch.randn(x.shape[1:]).to(x.dtype)
+        return row.expand(x.shape).contiguous() if x.ndim else torch.ones((), dtype=x.dtype)
+
+    return mapped(output, numbers)
 
 
 def _on_meta(batch: Batch) -> Batch:
@@ -254,7 +247,4 @@ def _on_meta(batch: Batch) -> Batch:
 
 
 def _n_elements(output: Any) -> int:
-    if isinstance(output, Tensor):
-        return output.numel()
-    values = output.values() if isinstance(output, Mapping) else output
-    return sum(map(_n_elements, values)) if isinstance(output, Mapping | list | tuple) else 0
+    return sum(x.numel() for x in tensors_in(output))

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.worker.equivalence.forward_trace import eager_flex_attention
+from elastic.worker.parallel.draw_requests import arguments_of
 
 # positions of the probability of dropout among the arguments
 DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
@@ -73,24 +74,12 @@ class _Middle(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        given = {
-            a.name: value for a, value in zip(func._schema.arguments, args, strict=False)
-        } | kwargs
-        given = {
-            a.name: a.default_value for a in func._schema.arguments if a.has_default_value()
-        } | given
+        given = arguments_of(func, args, kwargs)
         if (found := _drawn(func, given, args, kwargs=kwargs)) is not None:
             return found
         if given.get("dropout_p"):
-            at = next(
-                (i for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p"),
-                len(args),
-            )
-            if at < len(args):
-                args = (*args[:at], 0.0, *args[at + 1 :])
-            else:
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        elif "dropout_p" not in given:
+            return func(**given | {"dropout_p": 0.0})
+        if "dropout_p" not in given:
             DRAWN.add(name)
         return func(*args, **kwargs)
 

@@ -28,12 +28,9 @@ class Outputs:
     are done."""
 
     def __init__(self, models: Sequence[nn.Module], n_rows: int) -> None:
-        self.models, self.n_rows, self.found, self.hooks = (
-            models,
-            n_rows,
-            dict[str, list[Tensor]](),
-            list[Any](),
-        )
+        self.models, self.n_rows = models, n_rows
+        self.found: dict[str, list[Tensor]] = {}
+        self.hooks: list[Any] = []
 
     def __enter__(self) -> Outputs:
         for model in self.models:

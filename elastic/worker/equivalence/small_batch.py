@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic.data.batches import item_of
 from elastic.data.collate import collate
 from elastic.errors import ProgramError
 from elastic.worker.equivalence.forward_trace import Batch
@@ -27,16 +28,11 @@ TRIED = 16  # samples that are looked at for unequal ones
 def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
     """Samples from all over the dataset; of a job with a budget of tokens, of a stream, or of a
     dataset with fewer, the first one again and again."""
-    from elastic.data.batches import item_of
-
     if budget is not None:
         part = budget.of_one(0, 1)
         return collate([item_of(dataset, 0, part.length)] * n_rows)
-    if (
-        not hasattr(dataset, "__len__")
-        or len(dataset) < n_rows
-        or type(dataset).__name__ == "Stream"
-    ):
+    few = not hasattr(dataset, "__len__") or len(dataset) < n_rows
+    if few or type(dataset).__name__ == "Stream":
         return collate([dict(item_of(dataset, 0, None)) for _ in range(n_rows)])
     try:
         return collate(spread_samples(dataset, n_rows))
@@ -46,8 +42,6 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
 
 def spread_samples(dataset: Any, n: int) -> list[dict[str, Any]]:
     """Samples from all over a dataset of at least `n`, unequal ones where they are found."""
-    from elastic.data.batches import item_of
-
     unequal: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for index in dict.fromkeys((*_spread(len(dataset), n), *_spread(len(dataset), TRIED))):

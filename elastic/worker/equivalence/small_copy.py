@@ -20,6 +20,7 @@ from elastic.worker.equivalence.forward_trace import Batch, python_random
 from elastic.worker.equivalence.no_randomness import Still, quiet
 from elastic.worker.equivalence.reference_pass import Pass, one_pass
 from elastic.worker.process.free_memory import free_host_bytes
+from elastic.worker.program.loop_program import module_factory
 from elastic.worker.program.model_profile import block_names, build_meta, trace
 from elastic.worker.program.norms.batch_norms import norms_of
 
@@ -108,16 +109,8 @@ class SmallCopy:
         return one_pass(self.program, model, batch, cp=cp)
 
     def _build(self) -> nn.Module:
-        if torch.get_default_device().type != "meta":
-            return copy.deepcopy(self.model)
-        memo: dict[int, Any] = {}
-        for p in self.model.parameters():
-            memo[id(p)] = nn.Parameter(
-                torch.empty_like(p, device="meta"), requires_grad=p.requires_grad
-            )
-        for b in self.model.buffers():
-            memo[id(b)] = torch.empty_like(b, device="meta")
-        return copy.deepcopy(self.model, memo)
+        on_meta = torch.get_default_device().type == "meta"
+        return module_factory(self.model)() if on_meta else copy.deepcopy(self.model)
 
 
 def whole_model(program: Program, device: str = "cpu") -> nn.Module:
@@ -158,23 +151,24 @@ def shorten(model: nn.Module, blocks: list[str], n: int) -> int:
     groups: dict[str, list[str]] = {}
     for name in blocks:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
-    return sum(_shortened(model, parent, len(names), n=n) for parent, names in groups.items())
-
-
-def _shortened(model: nn.Module, parent: str, n_blocks: int, *, n: int) -> int:
-    """The same of the blocks in one list."""
-    held = model.get_submodule(parent)
-    if n_blocks <= n or not isinstance(held, nn.ModuleList | nn.Sequential):
-        return n_blocks
-    if len(held) != n_blocks:
-        return n_blocks
-    kept = kept_blocks(list(held), n)
-    if len(kept) > BLOCKS[0] + 2:
-        raise TooLarge(f"its blocks are of {len(kept)} kinds")
-    for i in reversed(range(len(held))):
-        if i not in kept:
-            del held[i]
-    return len(kept)
+    left = 0
+    for parent, names in groups.items():
+        held = model.get_submodule(parent)
+        if (
+            len(names) <= n
+            or not isinstance(held, nn.ModuleList | nn.Sequential)
+            or len(held) != len(names)
+        ):
+            left += len(names)
+            continue
+        kept = kept_blocks(list(held), n)
+        if len(kept) > BLOCKS[0] + 2:
+            raise TooLarge(f"its blocks are of {len(kept)} kinds")
+        for i in reversed(range(len(names))):
+            if i not in kept:
+                del held[i]
+        left += len(kept)
+    return left
 
 
 def kept_blocks(blocks: Sequence[nn.Module], n: int) -> list[int]:

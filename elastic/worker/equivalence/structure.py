@@ -142,19 +142,11 @@ def _one_or_two(
 def _norm(model: nn.Module) -> tuple[str, str]:
     """The first BatchNorm that is left as torch has it, and what is said of it; '' = none."""
     met = {id(norm.module) for norm in norms_of([model])}
-    norm = next(
-        (
-            name
-            for name, m in model.named_modules()
-            if isinstance(m, _BatchNorm) and m.training and id(m) not in met
-        ),
-        "",
-    )
-    kind = type(model.get_submodule(norm)).__name__
-    return (
-        norm,
-        f"{norm} is a {kind}: its statistics are those of the samples of one rank" if norm else "",
-    )
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training and id(module) not in met:
+            kind = type(module).__name__
+            return name, f"{name} is a {kind}: its statistics are those of the samples of one rank"
+    return "", ""
 
 
 def _mend(norm: str, *, by_hand: bool = False) -> str:

@@ -65,11 +65,8 @@ def absent_ranks(ranks: Mapping[WorkerId, RankSite], staged: bool) -> dict[Worke
                 f"{len(others)} other rank{'s wait' if len(others) > 1 else ' waits'} for a "
                 "message or a collective"
             )
-            found = (
-                {worker: f"is in no collective; {wait}" for worker in ranks if worker not in others}
-                if others
-                else {}
-            )
+            odd = [worker for worker in ranks if others and worker not in others]
+            found = dict.fromkeys(odd, f"is in no collective; {wait}")
     found = found or _hangs(ranks)
     many = 2 * len(found) > len(ranks) or (
         len(found) > 1 and all(ranks[worker].doing in PATIENT for worker in found)

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -142,11 +142,8 @@ class CheckpointCommitter:
         try:
             uri = self._write(parts, sum(part.digest for part in shards) % (1 << 64))
         except Exception as error:  # noqa: BLE001 - the boundary of this thread: the run must hear of it
-            text = (
-                str(error)
-                if isinstance(error, OSError | ElasticError)
-                else f"{type(error).__name__}: {error}"
-            )
+            ours = isinstance(error, OSError | ElasticError)
+            text = str(error) if ours else f"{type(error).__name__}: {error}"
             log.warning("the checkpoint of step %d was not committed: %s", step, text)
             self._news.put(CopyFailed(plan.generation, step, f"not committed: {text}"))
             return
@@ -155,20 +152,11 @@ class CheckpointCommitter:
                 self._open.pop((plan.generation, step), None)
         n_bytes = sum(part.n_bytes for part in shards)
         copy = Copy(
-            step,
-            "durable",
-            plan.generation,
-            plan.layout,
-            plan.layers,
-            uri,
-            n_bytes,
+            step, "durable", plan.generation, plan.layout, plan.layers, uri, n_bytes,
             self.digests.get(step, ""),
-        )
-        self._news.put(
-            CopyStored(
-                copy, max(part.seconds for part in shards), max(part.stall_s for part in shards)
-            )
-        )
+        )  # fmt: skip
+        slowest_s, stall_s = max(p.seconds for p in shards), max(p.stall_s for p in shards)
+        self._news.put(CopyStored(copy, slowest_s, stall_s))
         self._below = max(step, self._below or 0)
         self._ordered = max(self._ordered, parts.ordered)
         if self._checks is not None:
@@ -176,16 +164,12 @@ class CheckpointCommitter:
 
     def _commit_files(self, parts: CheckpointParts, digest: int) -> str:
         from elastic.worker.checkpoint import checkpoint_writer
-        from elastic.worker.checkpoint.checkpoint_format import SAMPLES
+        from elastic.worker.checkpoint.checkpoint_format import SAMPLES, cut_of
 
         plan, step = parts.plan, parts.step
-        cut = {
-            "layout": asdict(plan.layout),
-            "layers": list(plan.layers),
-            "samples": list(plan.samples),
-        }
         samples = {SAMPLES: text} if (text := self.digests.get(step)) else {}
-        meta = {**self.meta, **cut, **samples, "digest": str(digest), "saved_at_s": time.time()}
+        meta = self.meta | cut_of(plan) | samples
+        meta |= {"digest": str(digest), "saved_at_s": time.time()}
         return checkpoint_writer.commit(
             self.storage,
             step,

@@ -164,12 +164,6 @@ class HostingBackend(ABC):
         self.gather.expect(action.plan)
         self._early += self.stores.enter(action)
 
-    def _pass_on(self, action: Action) -> None:
-        self._group.order_all(action)
-
-    def _remove_copy(self, action: RemoveCopy) -> None:
-        self.copies.remove(action.uri)
-
     def _abort(self, action: Abort) -> None:
         """First the processes that do not answer (their sockets close and free the others), then
         the store, then the rest."""
@@ -177,13 +171,12 @@ class HostingBackend(ABC):
         self.stores.abort(action.generation)
         self._group.order_all(action)
 
-    def _stop(self, action: Stop) -> None:
-        self.close()
-
     _orders: ClassVar[Mapping[type, Callable[[Any, Any], None]]] = {
-        EnterPlan: _enter, RemoveCopy: _remove_copy, Abort: _abort, Stop: _stop,
+        EnterPlan: _enter, Abort: _abort, Stop: lambda self, _: self.close(),
+        RemoveCopy: lambda self, action: self.copies.remove(action.uri),
         **dict.fromkeys(
-            (Quiesce, StoreCopy, SetCadence, SetShares, StartProfile, RollForward), _pass_on
+            (Quiesce, StoreCopy, SetCadence, SetShares, StartProfile, RollForward),
+            lambda self, action: self._group.order_all(action),
         ),
     }  # fmt: skip
 

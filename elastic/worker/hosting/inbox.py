@@ -78,11 +78,8 @@ class Inbox:
             self._boundary.holds(self._look)
 
     def _look(self) -> None:
-        keys = [
-            key
-            for key in self._storage.list(INBOX)
-            if key.count("/") == 1 and key.endswith(".json")
-        ]
+        found = self._storage.list(INBOX)
+        keys = [key for key in found if key.count("/") == 1 and key.endswith(".json")]
         self._taken.intersection_update(keys)
         for key in keys:
             if key not in self._taken:
@@ -102,13 +99,8 @@ class Inbox:
             if isinstance(error, StorageRefused):
                 raise
             self._taken.add(key)
-            self._refuse(
-                key,
-                text,
-                f"{type(error).__name__}: {error}"
-                if not isinstance(error, SpecError)
-                else str(error),
-            )
+            kind = "" if isinstance(error, SpecError) else f"{type(error).__name__}: "
+            self._refuse(key, text, f"{kind}{error}")
         else:
             self._taken.add(key)
             self._found.put(found)

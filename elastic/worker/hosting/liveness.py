@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Protocol
 
 from elastic.types import Event, FailureKind, Job, Plan, Silent, WorkerFailed, WorkerId
-from elastic.worker.hosting.absent_ranks import Arrived, RankSite, absent_ranks, unlike_collectives
+from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks, unlike_collectives
+from elastic.worker.process.beat import Beat
 from elastic.worker.process.call_log import PartCalls, difference, unshared
 from elastic.worker.process.doing import PATIENT, WAITING, Doing
 
@@ -35,25 +35,6 @@ OWN_LATE_MOST_S = 2.0  # and what is more, up to this, tells how late this machi
 PROMPT = ("idle", "stepping")
 
 
-class BeatLike(Protocol):
-    """What is read of a worker's beat."""
-
-    @property
-    def generation(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def progress(self) -> int: ...
-    @property
-    def arrived(self) -> Arrived: ...
-    @property
-    def doing(self) -> Doing: ...
-    @property
-    def where(self) -> str: ...
-    @property
-    def calls(self) -> tuple[PartCalls, ...]: ...
-
-
 @dataclass
 class _Seen:
     generation: int = 0
@@ -67,10 +48,6 @@ class _Seen:
     at: RankSite = RankSite()
     calls: tuple[PartCalls, ...] = ()
     told: bool = False
-
-
-def _still_s(seen: _Seen) -> float:
-    return seen.still_s
 
 
 def patience_s(job: Job) -> float:
@@ -111,21 +88,18 @@ class Liveness:
             seen.open, seen.waited_s = True, 0.0
             seen.may_wait_s = self.wait_s if may_wait_s is None else may_wait_s
 
-    def answered(self, worker: WorkerId, beat: BeatLike) -> None:
+    def answered(self, worker: WorkerId, beat: Beat) -> None:
         seen = self._workers.setdefault(worker, _Seen())
         if seen.open and not seen.told and seen.phase in PROMPT and beat.phase in PROMPT:
             self._late_s = max(self._late_s, seen.waited_s - seen.may_wait_s)
-        moved = (beat.generation, beat.phase, beat.progress) != (
-            seen.generation,
-            seen.phase,
-            seen.progress,
-        )
+        before, now = ((x.generation, x.phase, x.progress) for x in (seen, beat))
+        moved = before != now
         if moved or beat.phase == "idle":
             seen.still_s = 0.0
         if moved or beat.phase == "idle" or beat.arrived != seen.at.arrived:
             seen.quiet_s = 0.0
         seen.at, seen.calls = RankSite(beat.arrived, beat.doing, beat.where), beat.calls
-        seen.generation, seen.phase, seen.progress = beat.generation, beat.phase, beat.progress
+        seen.generation, seen.phase, seen.progress = now
         seen.open, seen.waited_s, seen.told = False, 0.0, False
 
     def stepped(self, generation: int, step_time_s: float) -> None:
@@ -191,10 +165,8 @@ class Liveness:
         for seen in self._workers.values():
             if seen.generation and seen.phase != "idle":
                 by_generation.setdefault(seen.generation, []).append(seen)
-        return {
-            generation: nsmallest(2, found, key=_still_s)
-            for generation, found in by_generation.items()
-        }
+        each = by_generation.items()
+        return {n: nsmallest(2, found, key=lambda seen: seen.still_s) for n, found in each}
 
     def _peer_moves(self, seen: _Seen, moved_last: Iterable[_Seen]) -> bool:
         bound_s = self.bound_s(seen.phase, seen.generation)
@@ -216,7 +188,7 @@ class Liveness:
         sure, unlike = self.mismatch(plan)
         if unlike:
             self._aborted.add(plan.generation)
-            # what looks so may be a network that has lost something: that is no fault of the program
+            # what looks so may be a network that has lost something
             kind: FailureKind = "mismatch" if sure else "collective"
             return [WorkerFailed(plan.ranks[0], plan.generation, kind, unlike)]
         found = self.absent_ranks(plan)
@@ -293,9 +265,9 @@ class Liveness:
 
     def mismatch(self, plan: Plan) -> tuple[bool, str]:
         """Of ranks that all wait in collectives: whether these surely do not match, and how; '' =
-        they do, as far as can be told. Where the numbers of collectives contradict each other that is sure; else they
-        get the time that a rank gets which does not come, and in a first step, of which nobody
-        knows how long it takes, that of one collective on a slow network."""
+        they do, as far as can be told. What is not sure gets the time that a rank gets which does
+        not come, and in a first step, of which nobody knows how long it takes, that of one
+        collective on a slow network."""
         ranks, quiet_s = self._all_waiting(plan)
         if not ranks or plan.layout.pp > 1 or quiet_s <= self._least_s:
             return False, ""

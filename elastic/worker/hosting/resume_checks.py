@@ -68,25 +68,17 @@ def _copy(found: CheckpointInfo) -> Copy:
     layout, said = Layout(dp_shard=found.world_size), found.meta.get(SAMPLES)
     text = said if isinstance(said, str) else ""
     return Copy(
-        found.step,
-        "durable",
-        found.generation,
-        layout,
-        uri=found.uri,
-        n_bytes=found.n_bytes,
+        found.step, "durable", found.generation, layout, uri=found.uri, n_bytes=found.n_bytes,
         samples=text,
-    )
+    )  # fmt: skip
 
 
 def check_not_done(run: str, steps: int, saved: int, *, succeeded: bool) -> None:
     """`saved`: the step that the run would go on from. Raises SpecError where it has nothing left
     to do."""
     if saved and (steps <= saved if succeeded else steps < saved):
-        at = (
-            f"is done ({n_of(saved, 'step')})"
-            if succeeded
-            else f"is at step {saved} of now {n_of(steps, 'step')}"
-        )
+        at = f"is at step {saved} of now {n_of(steps, 'step')}"
+        at = f"is done ({n_of(saved, 'step')})" if succeeded else at
         raise SpecError(
             f"run '{run}' {at}; --set steps=N with more of them lets it continue; another "
             "--run-name (RunConfig(name=...)), or none, starts over"
@@ -241,21 +233,16 @@ def check_cp(spec: JobSpec, program: Program) -> None:
     """Raises SpecError for a layout with cp where the model, run on the meta device, cannot have
     parts of sequences."""
     for phase in spec.each_phase():
-        _check_cp(phase, program)
+        cp = max(layout.cp for layout in phase.least_layouts())
+        if cp > 1:
+            from elastic.data.collate import collate
+            from elastic.worker.parallel.context_parallel import check_calls
 
-
-def _check_cp(spec: JobSpec, program: Program) -> None:
-    cp = max(layout.cp for layout in spec.least_layouts())
-    if cp == 1:
-        return
-    from elastic.data.collate import collate
-    from elastic.worker.parallel.context_parallel import check_calls
-
-    job = spec.job()
-    dataset = dataset_of(program, job)
-    budget = budget_of(job, dataset, 2 * cp)
-    length = budget.of_one(0, 1).length if budget is not None else None
-    check_calls(program, collate([item_of(dataset, 0, length)]), cp)
+            job = phase.job()
+            dataset = dataset_of(program, job)
+            budget = budget_of(job, dataset, 2 * cp)
+            length = budget.of_one(0, 1).length if budget is not None else None
+            check_calls(program, collate([item_of(dataset, 0, length)]), cp)
 
 
 def check_same(

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import wait as wait_for
@@ -29,27 +28,22 @@ class SessionProcess(Protocol):
     def ended(self) -> bool: ...
     def ready(self, timeout_s: float) -> str:
         """Waits until it has its place; why it has none, '' = it has."""
+        return ""
 
     def send(self, word: Any) -> None: ...
-    def signal(self, number: int) -> None: ...
+    def signal(self, number: int) -> None:
+        return
+
     def end(self) -> None:
         """SIGKILL, also where it is stopped."""
+        return
 
     def join(self) -> None:
         """Waits until it is gone, and lets go of it."""
+        return
 
 
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """What is started here never sees Ctrl-C: this process ends it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class ChildProcess:
+class ChildProcess(SessionProcess):
     """A process of this host. `served`: what it makes of the words, as module:name; `start`: how
     multiprocessing starts it."""
 
@@ -69,17 +63,18 @@ class ChildProcess:
             kwargs={"arguments": arguments},
             daemon=True,
         )
-        with _without_interrupts():
+        # what is started here never sees Ctrl-C: this process ends it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.pipe: Any = mine
 
     @property
     def ended(self) -> bool:
         return self.process.exitcode is not None
-
-    def ready(self, timeout_s: float) -> str:
-        return ""
 
     def send(self, word: Any) -> None:
         self.pipe.send(word)

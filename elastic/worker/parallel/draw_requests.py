@@ -3,7 +3,7 @@ is made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,17 @@ class DrawRequest:
     finish: Callable[[Tensor], Any]
 
 
+def arguments_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operation is called with, by name."""
+    schema = func._schema.arguments
+    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return given | {a.name: x for a, x in zip(schema, args, strict=False)} | dict(kwargs)
+
+
 def request_of(func: Any, args: Any, kwargs: Any) -> DrawRequest | None:
     """None = an operation that is not known here, or that draws from a generator of its own, or
     nothing."""
-    schema = func._schema.arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given |= {a.name: value for a, value in zip(schema, args, strict=False)} | kwargs
+    given = arguments_of(func, args, kwargs)
     if given.get("generator") is not None:
         return None
     name = func.overloadpacket.__name__

@@ -74,12 +74,16 @@ class Distribution:
 
 def uniform(keys: Sequence[int], n: int, device: torch.device) -> Tensor:
     """float32 [keys, n] in [0, 1)."""
-    x = torch.arange(1, n + 1, device=device).mul_(_signed(STEP))
-    x = x + torch.tensor(keys, dtype=torch.int64).to(device)[:, None]
-    for shift, factor in ((30, FIRST), (27, SECOND)):
-        x.bitwise_xor_(_shifted(x, shift)).mul_(_signed(factor))
-    x.bitwise_xor_(_shifted(x, 31))
+    x = torch.arange(1, n + 1, device=device).mul_(signed(STEP))
+    x = mixed_in_place(x + torch.tensor(keys, dtype=torch.int64).to(device)[:, None])
     return _shifted(x, 64 - BITS).float().mul_(2.0**-BITS)
+
+
+def mixed_in_place(x: Tensor) -> Tensor:
+    """What SplitMix64 makes of each state, int64."""
+    for shift, factor in ((30, FIRST), (27, SECOND)):
+        x.bitwise_xor_(_shifted(x, shift)).mul_(signed(factor))
+    return x.bitwise_xor_(_shifted(x, 31))
 
 
 def _shifted(x: Tensor, n: int) -> Tensor:
@@ -87,7 +91,7 @@ def _shifted(x: Tensor, n: int) -> Tensor:
     return x.bitwise_right_shift(n).bitwise_and_((1 << (64 - n)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 

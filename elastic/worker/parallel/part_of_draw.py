@@ -120,12 +120,8 @@ def _cuts(
             continue
         if own * layout.tp != full:
             return None
-        found.append(partial(_chunk, dim=dim, index=at.tp, n=layout.tp))
+        found.append(partial(torch.narrow, dim=dim, start=at.tp * own, length=own))
     return tuple(found)
-
-
-def _chunk(x: Tensor, *, dim: int, index: int, n: int) -> Tensor:
-    return x.chunk(n, dim)[index]
 
 
 def _of_dtensor(noise: DTensor, n_rows: int, rows_at: int) -> Part | None:

@@ -207,14 +207,9 @@ def calls_in(path: Path, generation: int) -> tuple[PartCalls, ...]:
     if first != f"{GENERATION}{generation}":
         return ()
     return tuple(
-        PartCalls(
-            p.number,
-            p.number in done,
-            done.get(p.number, len(p.letters)),
-            p.letters,
-            tuple(p.places),
-        )
+        PartCalls(p.number, p.number in done, n, p.letters, tuple(p.places))
         for p in parts[-PARTS_KEPT:]
+        for n in [done.get(p.number, len(p.letters))]
     )
 
 

@@ -35,9 +35,8 @@ def cuda_error(error: BaseException) -> str:
     """What CUDA said, such as `unspecified launch failure`, where this error or one that it came of
     is CUDA's; else ''."""
     for one in _chain(error):
-        known = isinstance(one, RuntimeError | InternalError) and not isinstance(
-            one, dist.DistError
-        )
+        known = isinstance(one, RuntimeError | InternalError)
+        known = known and not isinstance(one, dist.DistError)
         if known and (found := CUDA_ERROR.search(str(one))):
             return found.group(1).strip() or "unknown error"
         if isinstance(one, torch.AcceleratorError):

@@ -41,10 +41,8 @@ class Slowness:
     def missing_s(self, took_s: float, rows: int, part: float) -> float:
         """What is missing of a pass that has taken `took_s` and is this part of the way there and
         back."""
-        wanted_s = (
-            rows * self.unit_s * self.factor * part if self.unit_s > 0 else took_s * self.factor
-        )
-        return max(0.0, wanted_s - took_s)
+        least_s = rows * self.unit_s * part if self.unit_s > 0 else took_s
+        return max(0.0, least_s * self.factor - took_s)
 
 
 @dataclass
@@ -132,11 +130,8 @@ class DeviceFaults:
         """What becomes of what a block gives."""
         if self._fails_in == "backward" and output.requires_grad:
             output.register_hook(lambda gradient: self.check("backward"))
-        return (
-            self.corrupted(output) * OTHER
-            if self.other and output.is_floating_point()
-            else self.corrupted(output)
-        )
+        found = self.corrupted(output)
+        return found * OTHER if self.other and output.is_floating_point() else found
 
     @staticmethod
     def wait(seconds: float) -> None:

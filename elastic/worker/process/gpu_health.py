@@ -133,7 +133,11 @@ class DeviceNotes:
         celsius = self._ask("nvmlDeviceGetTemperature", 0) or 0
         parts += [f"{5 * (celsius // 5)} °C or more"] if celsius >= HOT_C else []
         grown = {name: n - self._first[name] for name, n in now.items() if n > self._first[name]}
-        parts += [f"{_rounded(n)} {name} since this worker began" for name, n in grown.items()]
+        # as a power of ten: a counter that grows on is no news each time
+        shown = {
+            k: n if n < 10 else f"more than {10 ** (len(str(n)) - 1)}" for k, n in grown.items()
+        }
+        parts += [f"{n} {name} since this worker began" for name, n in shown.items()]
         xids = [f"Xid {xid}" + (f" ({LOST[xid]})" if xid in LOST else "") for xid in self._xids]
         return "; ".join([*xids, *parts, *self._rows()])
 
@@ -159,13 +163,10 @@ class DeviceNotes:
         ) if yes]  # fmt: skip
 
     def _counters(self) -> Counters:
+        ecc = "nvmlDeviceGetTotalEccErrors"
         found = {
-            "corrected memory errors": self._ask(
-                "nvmlDeviceGetTotalEccErrors", CORRECTED, VOLATILE
-            ),
-            "uncorrected memory errors": self._ask(
-                "nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE
-            ),
+            "corrected memory errors": self._ask(ecc, CORRECTED, VOLATILE),
+            "uncorrected memory errors": self._ask(ecc, UNCORRECTED, VOLATILE),
             "PCIe replays": self._ask("nvmlDeviceGetPcieReplayCounter"),
         }
         links = [
@@ -208,14 +209,6 @@ def _handle(nvml: Any, device: torch.device) -> Any:
         return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
 
-def _rounded(n: int) -> str:
-    """As a power of ten: a counter that grows on is no news each time."""
-    most = 1
-    while most * 10 <= n:
-        most *= 10
-    return str(n) if n < 10 else f"more than {most}"
-
-
 def memory_holders(device: torch.device) -> tuple[tuple[int, int], ...]:
     """(process id, bytes) of the processes that hold memory of this GPU, the largest first, as far
     as NVML tells; bytes 0 = not known. () where there is no NVML, or it tells nothing."""
@@ -225,12 +218,8 @@ def memory_holders(device: torch.device) -> tuple[tuple[int, int], ...]:
     try:
         nvml.nvmlInit()
         found = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, device))
-        return tuple(
-            sorted(
-                ((int(p.pid), int(p.usedGpuMemory or 0)) for p in found),
-                key=lambda held: (-held[1], held[0]),
-            )
-        )
+        held = ((int(p.pid), int(p.usedGpuMemory or 0)) for p in found)
+        return tuple(sorted(held, key=lambda one: (-one[1], one[0])))
     except Exception as error:  # noqa: BLE001 - a boundary: pynvml's errors are its own; the refusal names nobody then
         log.info("NVML does not tell who holds memory: %s", error)
         return ()

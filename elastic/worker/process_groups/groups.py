@@ -292,16 +292,11 @@ class Groups:
     def _tree(self, name: str, me: int, n: int, *, timeout: timedelta) -> Control:
         assert self._store is not None
         tree, rows = control_tree(n), []
-        for level, row in (
-            (level, row)
-            for level, rows in enumerate(tree)
-            for row in rows
-            if me in row and len(row) > 1
-        ):
+        alone = self.transport.host_only()
+        mine = [(level, row) for level, each in enumerate(tree) for row in each if me in row]
+        for level, row in ((level, row) for level, row in mine if len(row) > 1):
             store = PrefixStore(f"{name}/{level}/", self._store)
-            made = self.transport.host_only().make(
-                store, str(row[0]), row, me=row.index(me), timeout=timeout
-            )
+            made = alone.make(store, str(row[0]), row, me=row.index(me), timeout=timeout)
             self._near.update(row)
             rows.append(made)
         self._rows += rows
@@ -335,13 +330,8 @@ class Groups:
             """Its name counts the groups made before it: equal in each generation of that
             layout."""
             words = "_".join(map(str, [*ranks, len(self._made)]))
-            return self._make(
-                hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest(),
-                ranks,
-                rank,
-                timeout=timeout,
-                host=host,
-            )
+            name = hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest()
+            return self._make(name, ranks, rank, timeout=timeout, host=host)
 
         def group(ranks: list[int]) -> dist.ProcessGroup:
             key = tuple(ranks)

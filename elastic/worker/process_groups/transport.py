@@ -69,19 +69,15 @@ def _raised_by_program(error: BaseException) -> bool:
     place that called it. Unknown without a traceback."""
     trace, place = error.__traceback__, None
     while trace is not None:
-        if not (file := trace.tb_frame.f_code.co_filename).startswith("<frozen") and not _of_python(
-            file
-        ):
+        file = trace.tb_frame.f_code.co_filename
+        of_python = file.startswith(STDLIB) and not file.startswith(INSTALLED)
+        if not of_python and not file.startswith("<frozen"):
             place = trace
         trace = trace.tb_next
     if place is None or place.tb_frame.f_code.co_filename.startswith(OURS):
         return False
     called = dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] != "RAISE_VARARGS"
     return not (isinstance(error, RuntimeError) and called and place.tb_next is None)
-
-
-def _of_python(file: str) -> bool:
-    return file.startswith(STDLIB) and not file.startswith(INSTALLED)
 
 
 class Transport:
@@ -197,11 +193,8 @@ class Nccl(Transport):
             super()._connect(group, store, name, ranks=ranks, timeout=timeout, host=host)
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout, options.global_ranks_in_group, options.group_name = (
-            NCCL_TIMEOUT,
-            list(ranks),
-            GroupName(name),
-        )
+        options._timeout, options.group_name = NCCL_TIMEOUT, GroupName(name)
+        options.global_ranks_in_group = list(ranks)
         nccl = dist.ProcessGroupNCCL(
             PrefixStore("cuda/", store), group.rank(), group.size(), options
         )
@@ -285,11 +278,8 @@ def gloo_of(
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     how: dict[str, Any] = {"interface": interface} if interface else {}
     create = gloo.create_device if interface else gloo.create_default_device
-    options._timeout, options._threads, options._devices = (
-        timeout,
-        2,
-        [create(**how, lazy_init=True)],
-    )
+    options._timeout, options._threads = timeout, 2
+    options._devices = [create(**how, lazy_init=True)]
     made: dist.ProcessGroupGloo = gloo(host.store, rank, size, options)
     return made
 

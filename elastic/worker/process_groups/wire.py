@@ -45,12 +45,8 @@ class TensorMeta(NamedTuple):
     def n_bytes(self) -> int:
         """Of its numbers or of the memory that they span, whichever is more: strides may overlap,
         or leave gaps."""
-        n = math.prod(self.shape)
-        spanned = (
-            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-            if n
-            else 0
-        )
+        n, each = math.prod(self.shape), zip(self.shape, self.stride, strict=True)
+        spanned = 1 + sum((size - 1) * step for size, step in each) if n else 0
         return max(n, spanned) * self.dtype.itemsize
 
 
@@ -211,48 +207,29 @@ def addresses(words: bytes, rank: int) -> tuple[bool, list[tuple[str, int]], lis
 
 
 def _is_address(found: Any) -> bool:
-    return (
-        isinstance(found, list)
-        and len(found) == 2
-        and isinstance(found[0], str)
-        and type(found[1]) is int
-    )
+    match found:
+        case [str(), port]:
+            return type(port) is int
+    return False
 
 
 def _is_meta(row: Any) -> bool:
-    if (
-        not isinstance(row, list)
-        or len(row) != 4
-        or not isinstance(row[2], str)
-        or row[2] not in DTYPES
-    ):
-        return False
-    shape, stride = row[:2]
-    if (
-        not isinstance(shape, list)
-        or not isinstance(stride, list)
-        or not len(shape) == len(stride) <= DIMS_MOST
-    ):
-        return False
-    return type(row[3]) is bool and all(
-        type(n) is int and 0 <= n <= STAGE_MOST for n in (*shape, *stride)
-    )
+    match row:
+        case [list(shape), list(stride), str(dtype), bool()]:
+            return (
+                dtype in DTYPES
+                and len(shape) == len(stride) <= DIMS_MOST
+                and all(type(n) is int and 0 <= n <= STAGE_MOST for n in (*shape, *stride))
+            )
+    return False
 
 
 def _is_row(row: Any) -> bool:
-    if (
-        not isinstance(row, list)
-        or len(row) != 3
-        or not isinstance(row[0], str)
-        or not isinstance(row[1], str)
-    ):
-        return False
-    shape = row[2]
-    return (
-        row[1] in DTYPES
-        and isinstance(shape, list)
-        and all(type(n) is int and 0 <= n <= TENSORS_MOST for n in shape)
-    )
+    match row:
+        case [str(), str(dtype), list(shape)]:
+            known = dtype in DTYPES
+            return known and all(type(n) is int and 0 <= n <= TENSORS_MOST for n in shape)
+    return False
 
 
 def _encoded(said: Any) -> torch.Tensor:

@@ -60,11 +60,8 @@ def _serve(server: socket.socket, token: bytes) -> None:
     """Each visitor is heard in a thread of its own: one that says nothing keeps nobody else
     waiting. Who does not know the token is sent away, and the door stays open for the one who
     does."""
-    end_s, served, room = (
-        time.monotonic() + OPEN_S,
-        threading.Event(),
-        threading.Semaphore(VISITORS_MOST),
-    )
+    end_s = time.monotonic() + OPEN_S
+    served, room = threading.Event(), threading.Semaphore(VISITORS_MOST)
     with server:
         while not served.is_set() and (left_s := end_s - time.monotonic()) > 0:
             server.settimeout(min(left_s, LOOK_S))

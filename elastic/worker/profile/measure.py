@@ -89,17 +89,12 @@ def _asked(wanted: MeasureRequest) -> dict[str, Any]:
     matmuls = (*sample.matmuls, *sample.ends_matmuls) if sample is not None else ()
     hidden = sample.hidden_bytes if sample is not None else 1 << 20
     sizes = wanted.sizes or _sizes(torch.cuda.device_count() if on_gpu else 0)
-    item = torch.empty((), dtype=getattr(torch, wanted.precision)).element_size()
+    item = getattr(torch, wanted.precision).itemsize
+    runs = bool(wanted.job and wanted.some) and _runs_here(wanted, sizes)
     return {
         "device": "cuda" if on_gpu else "cpu",
         "sizes": list(sizes),
-        "dtypes": list(
-            dict.fromkeys(
-                [wanted.precision, "bfloat16", "float32"]
-                if on_gpu
-                else [wanted.precision, "float32"]
-            )
-        ),
+        "dtypes": list(dict.fromkeys([wanted.precision, *(["bfloat16"] * on_gpu), "float32"])),
         "matmuls": [asdict(one) for one in matmuls],
         "attentions": [asdict(one) for one in sample.attentions] if sample is not None else [],
         "hidden_elements": hidden // item,
@@ -107,9 +102,7 @@ def _asked(wanted: MeasureRequest) -> dict[str, Any]:
         "times": max(1, -(-wanted.samples // max(sizes))),
         "seconds": wanted.seconds,
         "storage": wanted.storage,
-        "program": wanted.job.plain()
-        if wanted.job and wanted.some and _runs_here(wanted, sizes)
-        else None,
+        "program": wanted.job.plain() if wanted.job and runs else None,
         "sample_flop": sample.flop if sample is not None else 0.0,
     }
 
@@ -221,29 +214,20 @@ def hardware_of(found: dict[str, Any], accelerator_type: str) -> HardwareProfile
     }
     if accelerator_type == "CPU" and n_bytes_per_s:
         values |= {"link_bytes_per_s": n_bytes_per_s, "link_hop_s": hop_s}
-    known = {
-        name: value for name, value in values.items() if value and value != getattr(plain, name)
-    }
-    return replace(
-        plain,
-        **known,
-        measured=tuple(name for name in known if name not in ("units", "memory_bytes", "arch")),
-    )
+    known = {k: value for k, value in values.items() if value and value != getattr(plain, k)}
+    measured = tuple(name for name in known if name not in ("units", "memory_bytes", "arch"))
+    return replace(plain, **known, measured=measured)
 
 
 def _ring(collectives: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """Bytes/s of one rank's link and seconds of each step, from the smallest group's all_gather and
     reduce_scatter: a ring of n sends (n - 1) / n of the bytes in n - 1 steps (Thakur et al. 2005,
     section 4.1)."""
-    known = [
-        one
-        for one in collectives
-        if one["op"] in ("all_gather", "reduce_scatter") and one["beta_s_per_byte"]
-    ]
+    known = [one for one in collectives if one["op"] in ("all_gather", "reduce_scatter")]
+    known = [one for one in known if one["beta_s_per_byte"]]
     few = [one for one in known if one["ranks"] == min(other["ranks"] for other in known)]
     if not few:
         return 0.0, 0.0
     rates = [(one["ranks"] - 1) / one["ranks"] / one["beta_s_per_byte"] for one in few]
-    return sum(rates) / len(rates), sum(one["alpha_s"] / (one["ranks"] - 1) for one in few) / len(
-        few
-    )
+    hop_s = sum(one["alpha_s"] / (one["ranks"] - 1) for one in few) / len(few)
+    return sum(rates) / len(rates), hop_s

@@ -95,16 +95,10 @@ class _Member:
         from elastic.worker.profile.timings import medians_s
 
         large = Matmul(*3 * (self.limits.large,))
-        calls = {
-            f"large {name}": ops.product(large, dtype, self.device)
-            for name, dtype in self.dtypes.items()
-        }
-        calls |= {
-            f"product {i}": ops.product(one, self.dtype, self.device)
-            for i, one in enumerate(self.matmuls)
-        }
-        work = {f"large {name}": ops.product_flop(large) for name in self.dtypes}
-        work |= {f"product {i}": ops.product_flop(one) for i, one in enumerate(self.matmuls)}
+        products = {f"large {name}": (large, dtype) for name, dtype in self.dtypes.items()}
+        products |= {f"product {i}": (one, self.dtype) for i, one in enumerate(self.matmuls)}
+        calls = {name: ops.product(*of, self.device) for name, of in products.items()}
+        work: dict[str, float] = {n: ops.product_flop(one) for n, (one, _) in products.items()}
         given = [Attention(**one) for one in self.asked["attentions"]]
         heaviest = max(given, key=lambda one: one.flop * one.count, default=None)
         if heaviest is not None:
@@ -120,18 +114,14 @@ class _Member:
         seconds = medians_s(calls, 0.8 * ALONE * self.asked["seconds"], self.settle)
         cpu_share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
         rates = {name: work[name] / seconds[name] for name in calls}
-        return (
-            self._named(rates)
-            | {"cpu_share": cpu_share}
-            | self._stored(0.2 * ALONE * self.asked["seconds"])
-        )
+        stored = self._stored(0.2 * ALONE * self.asked["seconds"])
+        return self._named(rates) | {"cpu_share": cpu_share} | stored
 
     def _ordinary(self) -> tuple[Callable[[], object], int]:
         from elastic.worker.profile.measured_ops import ordinary
 
-        n_elements = min(
-            self.asked["hidden_elements"] * self.asked["times"], self.limits.n_bytes // 16
-        )
+        wanted = self.asked["hidden_elements"] * self.asked["times"]
+        n_elements = min(wanted, self.limits.n_bytes // 16)
         width = min(max(16, self.asked["width"]), n_elements)
         return ordinary(max(1, n_elements // width), width, self.dtype, device=self.device)
 
@@ -146,13 +136,11 @@ class _Member:
             "op_bytes_per_s": rates["ordinary"],
             "launch_s": 1 / rates["launch"],
             "memory_bytes_per_s": rates["memory"],
-            "copy_bytes_per_s": {
-                way: rates[way] for way in ("to_device", "to_host") if way in rates
-            },
+            "copy_bytes_per_s": {w: rates[w] for w in ("to_device", "to_host") if w in rates},
         }
-        return found | (
-            {"attention_flop_per_s": rates["attention"]} if "attention" in rates else {}
-        )
+        if "attention" in rates:
+            found["attention_flop_per_s"] = rates["attention"]
+        return found
 
     def _stored(self, for_s: float) -> dict[str, Any]:
         from elastic.worker.profile.measured_ops import stored
@@ -193,20 +181,11 @@ class _Member:
                 break
             for n, name in found:
                 self.among.together()
-                window_s = (
-                    min(WINDOW_MOST_S, max(WINDOW_S, CALLS * took_s[n, name]))
-                    if repetition
-                    else 0.0
-                )
-                start_s, window_s = (
-                    self.among.said(time.monotonic() + LEAD_S),
-                    self.among.said(window_s),
-                )
-                rate, took_s[n, name] = (
-                    self._rate(*works[name], start_s, window_s=window_s)
-                    if self.rank < n
-                    else (0.0, 0.0)
-                )
+                window_s = min(WINDOW_MOST_S, max(WINDOW_S, CALLS * took_s[n, name]))
+                start_s = self.among.said(time.monotonic() + LEAD_S)
+                window_s, rate = self.among.said(window_s if repetition else 0.0), 0.0
+                if self.rank < n:
+                    rate, took_s[n, name] = self._rate(*works[name], start_s, window_s=window_s)
                 mean = self.among.mean(rate, n)
                 found[n, name] += [mean] if repetition else []
         return [
@@ -274,18 +253,12 @@ def _chip(device: Any) -> dict[str, Any]:
     import torch
 
     if device.type != "cuda":
-        rows = [
-            line
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        name = rows[0].partition(":")[2].strip() if rows else "unknown CPU"
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        row = next((line for line in lines if line.startswith("model name")), ":unknown CPU")
         return {
-            "chip": name,
-            "cores": len(os.sched_getaffinity(0)),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        }
+            "chip": row.partition(":")[2].strip(), "cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(), "torch": torch.__version__,
+        }  # fmt: skip
     about = torch.cuda.get_device_properties(device)
     return {
         "chip": about.name, "units": about.multi_processor_count,

@@ -119,10 +119,5 @@ def _row(op: str, n: int, took: dict[tuple[str, int, int], list[float]]) -> dict
     }
     alpha, beta = fitted(list(seconds.items())) if seconds else (0.0, 0.0)
     shown = {str(size): value for size, value in seconds.items()}
-    return {
-        "op": op,
-        "ranks": n,
-        "alpha_s": alpha,
-        "beta_s_per_byte": beta,
-        "seconds_by_bytes": shown,
-    }
+    line = {"alpha_s": alpha, "beta_s_per_byte": beta}
+    return {"op": op, "ranks": n, **line, "seconds_by_bytes": shown}

@@ -38,11 +38,8 @@ class CallLimits:
 
     @staticmethod
     def of(device: torch.device) -> CallLimits:
-        return (
-            CallLimits(8192, 4e12, 1 << 30)
-            if device.type == "cuda"
-            else CallLimits(768, 1e9, 64 << 20)
-        )
+        on_gpu = device.type == "cuda"
+        return CallLimits(8192, 4e12, 1 << 30) if on_gpu else CallLimits(768, 1e9, 64 << 20)
 
 
 def fitting(matmuls: Iterable[Matmul], times: int, limits: CallLimits) -> list[Matmul]:
@@ -53,9 +50,8 @@ def fitting(matmuls: Iterable[Matmul], times: int, limits: CallLimits) -> list[M
         most = min(limits.flop / (2 * one.k * one.n), limits.n_bytes / 4 / max(one.k, one.n))
         rows = int(min(one.rows * times // max(1, one.experts), most))
         if rows >= 1 and one.k * one.n * 4 <= limits.n_bytes:
-            found[rows, one.k, one.n] = found.get((rows, one.k, one.n), 0.0) + one.count * max(
-                1, one.experts
-            )
+            n = one.count * max(1, one.experts)
+            found[rows, one.k, one.n] = found.get((rows, one.k, one.n), 0.0) + n
     heavy = sorted(found, key=lambda shape: -shape[0] * shape[1] * shape[2] * found[shape])[:8]
     return [Matmul(*shape, count=found[shape]) for shape in heavy]
 

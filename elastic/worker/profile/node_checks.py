@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,23 +76,19 @@ class Checks:
     def begin(self, background: Callable[..., Future[Any]]) -> None:
         """What is known at once; the rest begins in the background."""
         self._began_s = time.monotonic()
-        terms = self.entry.terms
-        if (
-            self.device.type == "cuda"
-            and not self.linked
-            and (why := shared_gpu(os.environ, torch.cuda.device_count()))
-        ):
+        terms, on_gpu = self.entry.terms, self.device.type == "cuda"
+        other = on_gpu and not self.linked
+        if other and (why := shared_gpu(os.environ, torch.cuda.device_count())):
             raise NodeRejected(why)
         self._versions = versions()
         if different := version_differences(terms.versions, self._versions):
             raise NodeRejected(different)
-        if self.linked and self.device.type == "cuda" and (why := doubtful(self._versions)):
+        if self.linked and on_gpu and (why := doubtful(self._versions)):
             log.warning(why)
         gpu_bytes = free_gpu_bytes(self.device)
         if gpu_bytes < terms.gpu_bytes:
-            gpu_bytes = awaited(
-                terms.gpu_bytes, lambda: free_gpu_bytes(self.device), tick=self.tick
-            )
+            free = partial(free_gpu_bytes, self.device)
+            gpu_bytes = awaited(terms.gpu_bytes, free, tick=self.tick)
         self._free = free_host_bytes(), gpu_bytes
         if why := too_little(terms, *self._free):
             if terms.host_bytes > self._free[0]:
@@ -121,41 +118,28 @@ class Checks:
             raise NodeRejected(
                 f"a matmul of {CPU_SIZE} to {GPU_SIZE} rows did not end within {END_MOST_S:.0f} s"
             ) from None
-        mark = self._found_mark()
-        link, link_s = self._found_link()
+        mark = self.entry.terms.mark if self._mark is not None else None
+        if self._mark is not None and mark is not None:
+            try:
+                self._mark.result(END_MOST_S)
+            except TimeoutError:
+                late = f"no answer within {END_MOST_S:.0f} s on this node from"
+                raise NodeRejected(apart(mark.uri, late)) from None
+        link, link_s = None, 0.0
+        if self._link is not None:
+            try:
+                link, link_s = self._link.result(END_MOST_S)
+            except TimeoutError:
+                link_s = END_MOST_S
         if link is not None and link.problem:
             raise NodeRejected(link.problem, neighbors=link.failed)
         waited_s = time.monotonic() - asked_s
         name, bytes_per_s = (link.name, link.bytes_per_s) if link is not None else ("", 0.0)
         took_s = self._spent_s + max(speed_s, link_s)
         return Admission(
-            round(took_s, 4),
-            round(waited_s, 4),
-            self._versions,
-            flop_per_s,
-            *self._free,
-            bytes_per_s,
-            name,
-            mark,
-        )
-
-    def _found_mark(self) -> str:
-        mark = self.entry.terms.mark
-        if self._mark is None or mark is None:
-            return ""
-        try:
-            self._mark.result(END_MOST_S)
-        except TimeoutError:
-            raise NodeRejected(
-                apart(mark.uri, f"no answer within {END_MOST_S:.0f} s on this node from")
-            ) from None
-        return mark.text
-
-    def _found_link(self) -> tuple[Link | None, float]:
-        try:
-            return self._link.result(END_MOST_S) if self._link is not None else (None, 0.0)
-        except TimeoutError:
-            return None, END_MOST_S
+            round(took_s, 4), round(waited_s, 4), self._versions, flop_per_s, *self._free,
+            bytes_per_s, name, mark.text if mark is not None else "",
+        )  # fmt: skip
 
     def refusal(self) -> NodeRejected | None:
         """That of the node, where the checks come to it by now or soon; for a program that could
@@ -209,16 +193,12 @@ def shared_gpu(environment: Mapping[str, str], n_visible: int) -> str:
 
 def too_little(terms: Terms, host_bytes: int, gpu_bytes: int) -> str:
     """'' = the memory is enough, as far as is known."""
-    if terms.host_bytes > host_bytes:
-        return (
-            f"{gib(host_bytes)} of host memory are free, the job needs {gib(terms.host_bytes)} "
-            "there"
-        )
-    if terms.gpu_bytes > gpu_bytes:
-        return (
-            f"{gib(gpu_bytes)} of a GPU's memory are free, the job needs {gib(terms.gpu_bytes)} "
-            "there"
-        )
+    for what, free, needed in (
+        ("host memory", host_bytes, terms.host_bytes),
+        ("a GPU's memory", gpu_bytes, terms.gpu_bytes),
+    ):
+        if needed > free:
+            return f"{gib(free)} of {what} are free, the job needs {gib(needed)} there"
     return ""
 
 

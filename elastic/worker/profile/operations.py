@@ -14,15 +14,10 @@ from torch import Tensor, nn
 from elastic.types import Attention, Matmul
 from elastic.worker.program.calls import tensors_in
 
-OPERANDS = {
-    "mm": 0,
-    "addmm": 1,
-    "bmm": 0,
-    "baddbmm": 1,
-    "_scaled_mm": 0,
-    "_grouped_mm": 0,
+OPERANDS = {  # first one
+    "mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0,
     "_scaled_grouped_mm": 0,
-}  # first one
+}  # fmt: skip
 NOTHING = frozenset(
     {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 )
@@ -128,18 +123,10 @@ def _convolution(
     x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool, groups: int
 ) -> dict[Matmul, int]:
     """As the product of its patches and its kernels, once per group."""
-    kernel = prod(weight.shape[2:])
-    if transposed:
-        return {
-            Matmul(
-                x.shape[0] * prod(x.shape[2:]), x.shape[1] // groups, weight.shape[1] * kernel
-            ): groups
-        }
-    return {
-        Matmul(
-            out.shape[0] * prod(out.shape[2:]), weight.shape[1] * kernel, out.shape[1] // groups
-        ): groups
-    }
+    of = x if transposed else out
+    rows, channels = of.shape[0] * prod(of.shape[2:]), of.shape[1] // groups
+    patch = weight.shape[1] * prod(weight.shape[2:])
+    return {Matmul(rows, *((channels, patch) if transposed else (patch, channels))): groups}
 
 
 def _moved(name: str, given: Iterable[Tensor], made: Iterable[Tensor]) -> int:

@@ -60,11 +60,8 @@ def traced_sample(program: Program, job: Job, sample: Mapping[str, Any]) -> Samp
     """The same; raises what the program raises on the meta device."""
     if isinstance(program, LoopProgram) or job.microbatch_tokens:
         return None
-    return _Run(
-        program,
-        collate([dict(sample)]),
-        None if job.precision == "float32" else getattr(torch, job.precision),
-    ).profile()
+    compute = None if job.precision == "float32" else getattr(torch, job.precision)
+    return _Run(program, collate([dict(sample)]), compute).profile()
 
 
 @dataclass
@@ -109,7 +106,10 @@ class _Run:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.compute)
         whole = self.batch if self.program.no_cp else before_cut(self.program, self.batch)
-        batch = {key: self._cast(x.to("meta")) for key, x in whole.items()}
+        batch = {
+            key: x.to("meta", self.compute if self.compute and x.is_floating_point() else x.dtype)
+            for key, x in whole.items()
+        }
         known = [*model.parameters(), *model.buffers(), *batch.values()]
         for kept in (self.none, self.selective, self.full):
             kept.without(known)
@@ -130,9 +130,6 @@ class _Run:
             for first in islice(tensors_in(output), 1):
                 self._loss(first, batch)
         return self._found(len(blocks), output)
-
-    def _cast(self, x: Tensor) -> Tensor:
-        return x.to(self.compute) if self.compute and x.is_floating_point() else x
 
     def _found(self, n_blocks: int, output: Any) -> SampleProfile:
         bytes_of = {"none": self.none, "selective": self.selective, "full": self.full}

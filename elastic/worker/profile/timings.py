@@ -67,17 +67,12 @@ def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     x = sum(weight * n for weight, (n, _) in zip(weights, points)) / w
     y = sum(weight * seconds for weight, (_, seconds) in zip(weights, points)) / w
     spread = sum(weight * (n - x) ** 2 for weight, (n, _) in zip(weights, points))
-    beta = (
-        sum(weight * (n - x) * (seconds - y) for weight, (n, seconds) in zip(weights, points))
-        / spread
-        if spread
-        else 0.0
-    )
+    each = zip(weights, points)
+    slope = sum(weight * (n - x) * (seconds - y) for weight, (n, seconds) in each)
+    beta = slope / spread if spread else 0.0
     if beta <= 0:
         return y, 0.0
     if y < beta * x:  # through 0
         square = sum(weight * n * n for weight, (n, _) in zip(weights, points))
-        return 0.0, sum(
-            weight * n * seconds for weight, (n, seconds) in zip(weights, points)
-        ) / square
+        return 0.0, sum(weight * n * s for weight, (n, s) in zip(weights, points)) / square
     return y - beta * x, beta

@@ -28,6 +28,7 @@ from elastic.worker.program.optimizers import (
     Optimizers,
     by_name,
     line_of,
+    settings_of,
     shown,
     step_of,
 )
@@ -84,9 +85,8 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     found = _same_first_step(whole, _Dry(program, every, replicas, WHOLE), found)
     for number in range(1, DRY_STEPS):
         whole.step(number)
-    _check_settings(
-        whole, before, any(isinstance(held, Settings) for held in program.extra_state.values())
-    )
+    if not any(isinstance(held, Settings) for held in program.extra_state.values()):
+        _check_settings(whole, before)
     _check_moved(whole)
     _check_draws(program, every, owners)
     part = _Dry(program, every, [s for s in replicas if owners[s.fqn] in found], PART)
@@ -178,10 +178,7 @@ class _Dry:
                 ) from error
 
     def settings(self) -> list[dict[str, Any]]:
-        return [
-            {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            for group in self.optimizers.groups
-        ]
+        return settings_of(self.optimizers.groups)
 
 
 def _tiny(spec: TensorSpec) -> list[int]:
@@ -206,12 +203,9 @@ def _entries(dry: _Dry, noted: Mapping[str, _Notes], name: str) -> OptimizerSpec
     found: set[OptimizerSpec] = set()
     for fqn in dry.owned(name):
         state, parameter = noted[fqn], dry.named[fqn]
-        like = tuple(
-            k
-            for k, v in state.items()
-            if isinstance(v, torch.Tensor) and v.shape == parameter.shape and v.ndim
-        )
-        scalar = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.ndim == 0)
+        there = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        like = tuple(k for k, v in there.items() if v.shape == parameter.shape and v.ndim)
+        scalar = tuple(k for k, v in there.items() if v.ndim == 0)
         if any(k not in like and k not in scalar and v is not None for k, v in state.items()):
             return None
         first = tuple(
@@ -255,15 +249,15 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-def _check_settings(dry: _Dry, before: list[dict[str, Any]], kept: bool) -> None:
-    """Settings that a step changes are part of the training state of a script (`kept`), and of
-    nothing else."""
+def _check_settings(dry: _Dry, before: list[dict[str, Any]]) -> None:
+    """Settings that a step changes are part of the training state of a script, and of nothing
+    else."""
     after = iter(zip(before, dry.settings(), strict=True))
     for name, optimizer in dry.optimizers.each.items():
         for _ in optimizer.param_groups:
             old, new = next(after)
             changed = [key for key in old if old[key] != new.get(key)]
-            if changed and not kept:
+            if changed:
                 raise ProgramError(
                     f"optimizer {shown(name, optimizer)}: a step changes '{changed[0]}' in its "
                     "param_groups, which is no part of the training state; only optimizers whose "

@@ -133,25 +133,14 @@ def judge(
             "not_finite",
             f"train_loss {commit.train_loss:.6g}, gradient norm {commit.grad_norm:.6g}",
         )
-    found = _spike(
-        "train_loss", commit.train_loss, rules.loss_spike, window=memory.losses if memory else None
-    )
-    if found:
+    losses, norms = (memory.losses, memory.norms) if memory else (None, None)
+    if found := _spike("train_loss", commit.train_loss, rules.loss_spike, window=losses):
         return "loss_spike", found
-    rule, norm = rules.grad_norm, commit.grad_norm
-    window = memory.norms if memory else None
-    found = (
-        (_bounds("gradient norm", norm, rule) or _spike("gradient norm", norm, rule, window=window))
-        if rule
-        else ""
-    )
-    if found:
+    rule, norm, what = rules.grad_norm, commit.grad_norm, "gradient norm"
+    if rule and (found := _bounds(what, norm, rule) or _spike(what, norm, rule, window=norms)):
         return "grad_norm", found
     for name, value in blocks.items():
-        found = (
-            _bounds(f"gradient norm of {name}", value, rules.block_norm) if rules.block_norm else ""
-        )
-        if found:
+        if rules.block_norm and (found := _bounds(f"{what} of {name}", value, rules.block_norm)):
             return "block_norm", found
     return None
 
@@ -163,13 +152,9 @@ def _spike(
     *,
     window: RecentValues | None,
 ) -> str:
-    if (
-        rule is None
-        or not rule.z
-        or window is None
-        or value <= 0
-        or len(window.values) < rule.after
-    ):
+    if rule is None or not rule.z or window is None:
+        return ""
+    if value <= 0 or len(window.values) < rule.after:
         return ""
     z, middle = deviations(window.values, math.log(value))
     if z <= rule.z:
@@ -203,15 +188,10 @@ def trip_of(
     steps = [s for name, s in before if name == guard]
     if do == "rollback" and (step in steps or len(steps) >= rule.rollbacks):
         do = rule.again
-        more = f"again, after {'one roll-back' if len(steps) == 1 else f'{len(steps)} roll-backs'}"
-        more += (
-            ": the step is skipped"
-            if do == "skip"
-            else ": look at these samples and at the learning rate"
-        )
+        times = "one roll-back" if len(steps) == 1 else f"{len(steps)} roll-backs"
+        look = "look at these samples and at the learning rate"
+        more = f"again, after {times}: {'the step is skipped' if do == 'skip' else look}"
     if do == "skip" and in_a_row >= rule.in_a_row:
-        do, more = (
-            "stop",
-            f"{in_a_row} steps in a row were skipped before it: this is no single bad batch",
-        )
+        do = "stop"
+        more = f"{in_a_row} steps in a row were skipped before it: this is no single bad batch"
     return Trip(guard, step, do, f"step {step}: {reason}", more)

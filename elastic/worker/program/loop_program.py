@@ -23,7 +23,7 @@ from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.worker.process.readback import Number
 from elastic.worker.program.calls import ModelCall
-from elastic.worker.program.optimizers import Optimizer, by_name
+from elastic.worker.program.optimizers import Optimizer, by_name, settings_of
 
 GROUPS = "param_groups"  # the name of the optimizers' settings among the extra state
 EPOCHS = "epochs"  # among the settings: instead of steps
@@ -85,21 +85,14 @@ def module_factory(module: nn.Module) -> Callable[[], nn.Module]:
     (meta) without memory."""
 
     def build() -> nn.Module:
-        device = torch.get_default_device()
+        on_meta = torch.get_default_device().type == "meta"
         memo: dict[int, Any] = {}
         for parameter in module.parameters():
-            value = (
-                torch.empty_like(parameter, device="meta")
-                if device.type == "meta"
-                else parameter.detach()
-            )
+            value = torch.empty_like(parameter, device="meta") if on_meta else parameter.detach()
             memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for buffer in module.buffers():
-            memo[id(buffer)] = (
-                torch.empty_like(buffer, device="meta")
-                if device.type == "meta"
-                else buffer.detach().clone()
-            )
+            here = torch.empty_like(buffer, device="meta") if on_meta else buffer.detach().clone()
+            memo[id(buffer)] = here
         return copy.deepcopy(module, memo)
 
     return build
@@ -173,10 +166,7 @@ class Settings:
         return [group for own in self.each.values() for group in own.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        skip = ("params", "param_names")
-        return {
-            "groups": [{k: v for k, v in group.items() if k not in skip} for group in self.groups]
-        }
+        return {"groups": settings_of(self.groups)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for group, saved in zip(self.groups, state["groups"], strict=True):

@@ -174,8 +174,7 @@ def trace(program: Program) -> ModelProfile:
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)
     experts = expert_modules(model, program.experts)
-    groups = BlockGroups(model, patterns_of(program.blocks))
-    place_of = _OneGroup(model, blocks) if isinstance(program.blocks, str) else groups
+    place_of = BlockGroups(model, program.blocks)
     specs = tuple(
         replace(spec, by_expert=spec.fqn.rpartition(".")[0] in experts and not spec.buffer)
         for spec in _specs(model, place_of, styles, program=program)
@@ -264,23 +263,8 @@ def _specs(
     return tuple(specs)
 
 
-class _OneGroup:
-    """Where a tensor stands: the number of its block, -1 before the first one, behind it the number
-    of blocks."""
-
-    def __init__(self, model: nn.Module, blocks: list[str]) -> None:
-        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        self.blocks = blocks
-        self.behind = set(names[names.index(blocks[0]) :]) if blocks else set()
-
-    def __call__(self, fqn: str) -> int:
-        if (block := block_of(fqn, self.blocks)) is not None:
-            return block
-        return len(self.blocks) if fqn.rpartition(".")[0] in self.behind else -1
-
-
 class BlockGroups:
-    """Several groups of blocks, numbered through, and where what stands outside of them belongs.
+    """The groups of blocks, numbered through, and where what stands outside of them belongs.
 
     A module belongs to the group with whose blocks it shares most of its name: what is registered
     before these, to the last block of the group before (-1 = before all blocks); what is behind
@@ -288,18 +272,21 @@ class BlockGroups:
     block.
     """
 
-    def __init__(self, model: nn.Module, patterns: Sequence[str]) -> None:
-        self.groups = [block_names(model, pattern) for pattern in patterns]
+    def __init__(self, model: nn.Module, blocks: str | Sequence[str]) -> None:
+        self.groups = [block_names(model, pattern) for pattern in patterns_of(blocks)]
         self.blocks = {name: i for i, name in enumerate(n for g in self.groups for n in g)}
-        self.order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        modules = model.named_modules(remove_duplicate=False)
+        self.order = {name: i for i, (name, _) in enumerate(modules)}
 
     def __call__(self, fqn: str) -> int:
         """Of a tensor or module."""
         parts = fqn.split(".")
         names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-        for name in names:
+        for name in reversed(names):
             if name in self.blocks:
                 return self.blocks[name]
+        if not self.blocks:
+            return -1
         mine = next((self.order[name] for name in names if name in self.order), 0)
         shared = [_shared(parts, group[0].split(".")) for group in self.groups]
         near = [i for i, n in enumerate(shared) if n == max(shared)]

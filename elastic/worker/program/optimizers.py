@@ -120,10 +120,7 @@ class Optimizers:
 
     def settings(self) -> list[dict[str, Any]]:
         """Of each group, as they are now: copies, where a step may change them in place."""
-        return [
-            {k: _copied(v) for k, v in group.items() if k not in NO_SETTINGS}
-            for group in self.groups
-        ]
+        return [{k: _copied(v) for k, v in one.items()} for one in settings_of(self.groups)]
 
     def step_whole(
         self, tensors: Iterable[nn.Parameter], settings: Iterable[Mapping[str, Any]] = ()
@@ -139,6 +136,11 @@ class Optimizers:
         for name, optimizer in self.each.items():
             if name in self.whole:
                 _step_some(optimizer, wanted)
+
+
+def settings_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each group, as they stand in it."""
+    return [{k: v for k, v in group.items() if k not in NO_SETTINGS} for group in groups]
 
 
 def _copied(value: Any) -> Any:
@@ -201,11 +203,8 @@ def _owners(each: Mapping[str, Optimizer], names: Mapping[int, str]) -> dict[str
     missing = [fqn for fqn in names.values() if fqn not in owners]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        where = (
-            "any optimizer"
-            if len(each) > 1
-            else f"the optimizer ({shown('', next(iter(each.values())))})"
-        )
+        only = f"the optimizer ({shown('', next(iter(each.values())))})"
+        where = "any optimizer" if len(each) > 1 else only
         raise SpecError(
             f"parameter {missing[0]}{more} is not in {where}; each trainable parameter must be in "
             "exactly one (requires_grad False in the model freezes it)"
@@ -234,13 +233,8 @@ class OptimizerPart:
         keywords = {
             k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k not in OWN_KEYS
         }
-        part = cls(
-            key,
-            kind,
-            tuple(patterns) if isinstance(patterns, list) else patterns,
-            tuple(given.get("no_decay") or ()),
-            keywords,
-        )
+        patterns = tuple(patterns) if isinstance(patterns, list) else patterns
+        part = cls(key, kind, patterns, tuple(given.get("no_decay") or ()), keywords)
         part.check_keywords()
         return part
 
@@ -283,7 +277,8 @@ class OptimizerPart:
 
     def check_names(self, known: Sequence[str]) -> None:
         """Raises SpecError for a pattern that matches no parameter."""
-        for key, patterns in (("no_decay", self.no_decay), ("parameters", self._names())):
+        names = self.patterns if isinstance(self.patterns, tuple) else ()
+        for key, patterns in (("no_decay", self.no_decay), ("parameters", names)):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in known):
                     near = alike(pattern, known, 3, least=0.3) or known[:3]
@@ -291,9 +286,6 @@ class OptimizerPart:
                         f"job.yaml: key '{self.key}.{key}': no parameter is named like "
                         f"'{pattern}'; near it: {', '.join(near)}"
                     )
-
-    def _names(self) -> tuple[str, ...]:
-        return self.patterns if isinstance(self.patterns, tuple) else ()
 
     def check_keywords(self) -> None:
         """Raises SpecError for one that the class does not take."""
@@ -357,11 +349,8 @@ class JobOptimizer:
         """Fused kernels, where the class has them and all of its tensors here are on CUDA."""
         for name, optimizer in each.items():
             here = [p for group in optimizer.param_groups for p in group["params"]]
-            if (
-                self.parts[name].may_fuse
-                and here
-                and all(p.is_cuda and p.is_floating_point() for p in here)
-            ):
+            fit = here and all(p.is_cuda and p.is_floating_point() for p in here)
+            if fit and self.parts[name].may_fuse:
                 for group in optimizer.param_groups:
                     group["fused"] = True
 

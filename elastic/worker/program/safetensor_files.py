@@ -1,4 +1,5 @@
-"""Weights as safetensors: written as a stream, read through the `safetensors` package.
+"""Weights as safetensors: written as a stream, read in ranges behind what the `safetensors` package
+says of their headers.
 
 A file is the length of its header (u64, little-endian), the header (JSON: name -> dtype, shape,
 offsets), then the tensors' bytes (https://github.com/huggingface/safetensors, Format). Several
@@ -8,7 +9,8 @@ files come with model.safetensors.index.json, as transformers has it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -24,6 +26,9 @@ from elastic.types import DTYPE_BYTES, Box
 NAME_MOST = 200  # characters of a bad name that an error shows
 FILE_NAME_MOST = 255  # bytes
 FILE_BYTES = 5_000_000_000
+CHUNK_BYTES = 16 << 20
+# shorter pieces of a row are not read one by one: whole rows are, and cut in memory
+RUN_BYTES = 4096
 INDEX = "model.safetensors.index.json"
 NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
@@ -105,53 +110,105 @@ def _n_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 class SafetensorFiles:
     """Tensors of one file, or of a folder with several. `tensors`: name -> (shape, dtype). Close
-    it."""
+    it.
 
-    def __init__(self, path: Path) -> None:
+    Ranges are read with pread, not mapped: mapped pages count as memory of the process until the
+    system takes them back, and a box that is cut along columns touches all of them."""
+
+    def __init__(self, path: str | Path) -> None:
         self.uri = str(path)
+        if not Path(path).exists():
+            raise SpecError(
+                f"{path}: no such file or folder; weights are a local folder with safetensors, or "
+                "one file"
+            )
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
-        self._of: dict[str, Any] = {}
-        self._stack = ExitStack()
-        for file in safetensor_paths(path):
-            self._add(file)
+        self._places: dict[str, tuple[int, int]] = {}  # file, its first byte there
+        with ExitStack() as self._stack:  # closes what is open where a file is refused
+            for file in safetensor_paths(Path(path)):
+                self._add(file)
+            self._stack = self._stack.pop_all()
+
+    def _add(self, file: Path) -> None:
+        # not at the top: certify runs where it is not installed
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(file), framework="pt"):  # looks at the header and the file's length
+                opened = self._stack.enter_context(file.open("rb", buffering=0))
+            n_header = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(n_header))
+        except (SafetensorError, OSError) as error:
+            raise SpecError(f"{file}: no safetensors file that can be read: {error}") from error
+        header.pop("__metadata__", None)
+        for name, about in header.items():
+            dtype = DTYPES.get(about["dtype"])
+            if dtype is None:
+                raise SpecError(
+                    f"{file}: {name} is of dtype {about['dtype']}, which is not read here; "
+                    "take weights of 16 or 32 bits"
+                )
+            if name in self.tensors:
+                raise SpecError(f"{file}: {name} is in another file too")
+            self.tensors[name] = tuple(about["shape"]), dtype
+            self._places[name] = opened.fileno(), 8 + n_header + about["data_offsets"][0]
 
     def close(self) -> None:
         self._stack.close()
 
     def read(self, box: Box) -> Tensor:
-        """Raises SpecError where the file ends early."""
-        # not at the top: certify runs where it is not installed
-        from safetensors import SafetensorError
+        """As a new tensor; see `read_into`."""
+        out = torch.empty(box.sizes, dtype=getattr(torch, box.dtype))
+        self.read_into(box.fqn, box, out)
+        return out
 
-        where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))
-        try:
-            found: Tensor = (
-                self._of[box.fqn].get_slice(box.fqn)[where]
-                if where
-                else self._of[box.fqn].get_tensor(box.fqn)
-            )
-        except SafetensorError as error:
-            raise SpecError(f"{self.uri}: {box.fqn} cannot be read: {error}") from error
-        return found
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """The part of `name` that `box` says, converted to the target's dtype; a chunk of rows at a
+        time."""
+        if not box.n_elements:
+            return
+        if not box.sizes:
+            target.copy_(self._rows(name, (), (), first=0, n=1).reshape(()))
+            return
+        shape, dtype = self.tensors[name]
+        row_bytes = prod(shape[1:]) * DTYPE_BYTES[dtype]
+        step = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for at in range(0, box.sizes[0], step):
+            n = min(step, box.sizes[0] - at)
+            first = box.offsets[0] + at
+            part = self._rows(name, box.offsets[1:], box.sizes[1:], first=first, n=n)
+            target.narrow(0, at, n).copy_(part)
 
-    def _add(self, file: Path) -> None:
-        from safetensors import SafetensorError, safe_open
+    def _rows(
+        self, name: str, offsets: Sequence[int], sizes: Sequence[int], *, first: int, n: int
+    ) -> Tensor:
+        """[n, *sizes]: rows from `first` on, of each the part at `offsets`."""
+        shape, kind = self.tensors[name]
+        rest = list(shape[1:])
+        dtype: torch.dtype = getattr(torch, kind)
+        width, inner, item = prod(rest), prod(rest[1:]), DTYPE_BYTES[kind]
+        in_runs = rest and list(sizes) != rest and list(sizes[1:]) == rest[1:]
+        if in_runs and (run := sizes[0] * inner * item) >= RUN_BYTES:
+            memory = bytearray(n * run)
+            for i in range(n):
+                at = ((first + i) * width + offsets[0] * inner) * item
+                self._pread(name, memoryview(memory)[i * run : (i + 1) * run], at)
+            return torch.frombuffer(memory, dtype=dtype).view(n, *sizes)
+        memory = bytearray(n * width * item)
+        self._pread(name, memoryview(memory), first * width * item)
+        part = torch.frombuffer(memory, dtype=dtype).view(n, *rest)
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True), 1):
+            part = part.narrow(dim, offset, size)
+        return part
 
-        try:
-            opened = self._stack.enter_context(safe_open(str(file), framework="pt"))
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                about = opened.get_slice(name)
-                dtype = DTYPES.get(about.get_dtype())
-                if dtype is None:
-                    raise SpecError(
-                        f"{file}: {name} is of dtype {about.get_dtype()}, which is not read here; "
-                        "take weights of 16 or 32 bits"
-                    )
-                if name in self.tensors:
-                    raise SpecError(f"{file}: {name} is in another file too")
-                self.tensors[name], self._of[name] = (tuple(about.get_shape()), dtype), opened
-        except (SafetensorError, OSError) as error:
-            raise SpecError(f"{file}: no safetensors file that can be read: {error}") from error
+    def _pread(self, name: str, into: memoryview, at: int) -> None:
+        file, start = self._places[name]
+        done = 0
+        while done < len(into):
+            n = os.preadv(file, [into[done:]], start + at + done)
+            if not n:
+                raise SpecError(f"{self.uri}: a file has become shorter while it was read")
+            done += n
 
 
 def safetensor_paths(path: Path) -> list[Path]:

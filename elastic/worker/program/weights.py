@@ -1,20 +1,10 @@
 """Pretrained weights from a local folder of safetensors: each rank reads the byte ranges of its own
-boxes, a chunk at a time.
-
-Ranges are read with pread, not mapped: mapped pages count as memory of the process until the system
-takes them back, and a box that is cut along columns touches all of them.
-"""
+boxes, a chunk at a time."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from hashlib import sha256
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,119 +13,14 @@ from torch import Tensor
 from elastic.errors import SpecError
 from elastic.models.nf4 import BLOCK, PACKED, pack, whole_shape
 from elastic.program import Program, Weights
-from elastic.types import DTYPE_BYTES, Box, TensorSpec
-from elastic.worker.program.safetensor_files import DTYPES, SafetensorFiles, safetensor_paths
-
-CHUNK_BYTES = 16 << 20
-# shorter pieces of a row are not read one by one: whole rows are, and cut in memory
-RUN_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file: its bytes begin at `start`."""
-
-    file: int
-    start: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class WeightFiles:
-    """The tensors of a file or folder, read in ranges. `tensors`: by name. Close it."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.uri = str(path)
-        if not Path(path).exists():
-            raise SpecError(
-                f"{path}: no such file or folder; weights are a local folder with safetensors, or "
-                "one file"
-            )
-        checked = SafetensorFiles(Path(path))  # every header, and that no file ends early
-        checked.close()
-        self.tensors: dict[str, StoredTensor] = {}
-        self._stack = ExitStack()
-        self._files: list[int] = []
-        for file in safetensor_paths(Path(path)):
-            opened = self._stack.enter_context(file.open("rb", buffering=0))
-            n_header = int.from_bytes(opened.read(8), "little")
-            for name, about in json.loads(opened.read(n_header)).items():
-                if name != "__metadata__":
-                    start = 8 + n_header + about["data_offsets"][0]
-                    self.tensors[name] = StoredTensor(
-                        len(self._files), start, tuple(about["shape"]), DTYPES[about["dtype"]]
-                    )
-            self._files.append(opened.fileno())
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """The part of `name` that `box` says, converted to the target's dtype; a chunk of rows at a
-        time."""
-        stored = self.tensors[name]
-        if not box.n_elements:
-            return
-        if not box.sizes:
-            target.copy_(self._rows(stored, (), (), first=0, n=1).reshape(()))
-            return
-        row_bytes = prod(stored.shape[1:]) * DTYPE_BYTES[stored.dtype]
-        step = max(1, CHUNK_BYTES // max(1, row_bytes))
-        for at in range(0, box.sizes[0], step):
-            n = min(step, box.sizes[0] - at)
-            part = self._rows(
-                stored, box.offsets[1:], box.sizes[1:], first=box.offsets[0] + at, n=n
-            )
-            target.narrow(0, at, n).copy_(part)
-
-    def _rows(
-        self,
-        stored: StoredTensor,
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        first: int,
-        n: int,
-    ) -> Tensor:
-        """[n, *sizes]: rows from `first` on, of each the part at `offsets`."""
-        dtype: torch.dtype = getattr(torch, stored.dtype)
-        rest = stored.shape[1:]
-        width, item = prod(rest), DTYPE_BYTES[stored.dtype]
-        inner = prod(rest[1:])
-        whole = tuple(sizes) == rest
-        if (
-            rest
-            and not whole
-            and tuple(sizes[1:]) == rest[1:]
-            and sizes[0] * inner * item >= RUN_BYTES
-        ):
-            memory = bytearray(n * sizes[0] * inner * item)
-            run = len(memory) // n
-            for i in range(n):
-                at = stored.start + ((first + i) * width + offsets[0] * inner) * item
-                self._pread(stored, memoryview(memory)[i * run : (i + 1) * run], at)
-            return torch.frombuffer(memory, dtype=dtype).view(n, *sizes)
-        memory = bytearray(n * width * item)
-        self._pread(stored, memoryview(memory), stored.start + first * width * item)
-        part = torch.frombuffer(memory, dtype=dtype).view(n, *rest)
-        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True), 1):
-            part = part.narrow(dim, offset, size)
-        return part
-
-    def _pread(self, stored: StoredTensor, into: memoryview, at: int) -> None:
-        done = 0
-        while done < len(into):
-            n = os.preadv(self._files[stored.file], [into[done:]], at + done)
-            if not n:
-                raise SpecError(f"{self.uri}: a file has become shorter while it was read")
-            done += n
-
+from elastic.types import Box, TensorSpec
+from elastic.worker.program.safetensor_files import CHUNK_BYTES, SafetensorFiles
 
 # -------------------------------------------------------------------------------------------- names
 
 
 def found_names(
-    program: Program, files: WeightFiles, specs: Iterable[TensorSpec]
+    program: Program, files: SafetensorFiles, specs: Iterable[TensorSpec]
 ) -> dict[str, str]:
     """Canonical fqn -> name in the files, of what is there; a tied tensor under any of its names.
     Files hold whole weights, also of those that the program packs.
@@ -150,33 +35,23 @@ def found_names(
         others.setdefault(spec.tied_to or spec.fqn, []).append(spec.fqn)
     missing: list[str] = []
     for fqn, tied in others.items():
-        found = next(
-            (
-                there
-                for one in tied
-                for there in _candidates(weights.name(one))
-                if there in files.tensors
-            ),
-            None,
-        )
+        known = (there for one in tied for there in _candidates(weights.name(one)))
+        found = next((there for there in known if there in files.tensors), None)
         if found is not None:
             names[fqn] = found
         elif not wanted[fqn].buffer and weights.fresh is None and weights.rest is None:
             missing.append(fqn)
     if missing:
-        more = (
-            f" (and {len(missing) - 1} more of {len(others)} are missing)"
-            if len(missing) > 1
-            else ""
-        )
+        n_more = len(missing) - 1
+        more = f" (and {n_more} more of {len(others)} are missing)" if n_more else ""
         name = weights.name(missing[0])
         instead = quantised(name, files.tensors) or "weights of another model?"
         raise SpecError(f"{files.uri}: it has no tensor {name}{more}; {instead}")
     for fqn, name in names.items():
-        stored = files.tensors[name]
+        shape, dtype = files.tensors[name]
         numbers = "float32" if fqn in program.packed else wanted[fqn].dtype
-        shapes = (stored.shape, stored_shape(program, wanted[fqn]))
-        check_stored(f"{files.uri}: {name}", fqn, shapes, dtypes=(stored.dtype, numbers))
+        shapes = (shape, stored_shape(program, wanted[fqn]))
+        check_stored(f"{files.uri}: {name}", fqn, shapes, dtypes=(dtype, numbers))
     if not names:
         raise SpecError(
             f"{files.uri}: none of its {len(files.tensors)} tensors is one of the program's; "
@@ -231,7 +106,7 @@ def check_weights(program: Program, specs: Sequence[TensorSpec]) -> None:
     needs."""
     if program.weights is None:
         return
-    files = WeightFiles(program.weights.path)
+    files = SafetensorFiles(program.weights.path)
     try:
         names = found_names(program, files, specs)
         unread = [s.fqn for s in specs if s.reread and s.tied_to is None and s.fqn not in names]
@@ -265,7 +140,7 @@ def fill(
     shapes = {spec.fqn: stored_shape(program, spec) for spec in specs}
     fresh = _Fresh(weights, seed)
     left: list[str] = []
-    files = WeightFiles(weights.path)
+    files = SafetensorFiles(weights.path)
     try:
         names = found_names(program, files, specs)
         buffers = {spec.fqn for spec in specs if spec.buffer}

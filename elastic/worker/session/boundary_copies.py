@@ -13,7 +13,7 @@ from elastic.worker.session.workplace import Workplace
 from elastic.worker.state.host_copy import Flat, HostCopies, HostCopy
 from elastic.worker.state.peer_replicas import PeerReplicas, kept_by
 from elastic.worker.state.replica_stream import GroupWire
-from elastic.worker.state.train_state import Held, TrainState
+from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.commit_vector import CommitReport
 
 TAGS = 30_000
@@ -46,7 +46,7 @@ class BoundaryCopies:
         wire = None if group is None else lambda n: GroupWire(group, n % TAGS)
         self.replicas = PeerReplicas(place.profile, plan, state.rank, host=self.host, wire=wire)
         self._waited_s = 0.0  # of the step under way, for the host copy
-        self._busy = False  # did a copy go beside the step under way?
+        self.busy = False  # did a copy go beside the step under way?
 
     def begin(self) -> None:
         """Connects those who send and keep replicas, and starts the first one; where there are to
@@ -71,7 +71,7 @@ class BoundaryCopies:
         self.replicas.stalled(waited_s)
 
     def before_step(self) -> None:
-        self._busy, self._waited_s = self.replicas.stepping(), 0.0
+        self.busy, self._waited_s = self.replicas.stepping(), 0.0
 
     def after_step(self, heard: CommitReport) -> float:
         """Peer replicas and checkpoints that are due at this boundary. Returns the seconds that the
@@ -106,17 +106,6 @@ class BoundaryCopies:
             place.saving.save(plan, state, self.take(), must=heard.save)
             place.at_phase("stepping", state.step)  # it is written behind the steps
         return self._waited_s + time.monotonic() - began
-
-    def timed(self, step_s: float, cpu_s: float) -> None:
-        """How long a step took, without data and copies: what copying beside it slows."""
-        self.replicas.timed(step_s, cpu_s, self._busy)
-
-    def unacknowledged(self, own: bool = True) -> list[Held]:
-        return self.replicas.unacknowledged(own)
-
-    def drop(self) -> None:
-        """What is under way is given up."""
-        self.replicas.drop()
 
     def close(self) -> None:
         self.host.close()

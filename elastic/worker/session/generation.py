@@ -154,14 +154,9 @@ class Generation:
             plan = self.plan
             place.faults.other = place.faults.layout and not axes_of(plan.layout) <= place.axes
             self.state = TrainState(
-                place.program,
-                place.profile,
-                self.groups,
-                layout=plan.layout,
-                layers=plan.layers,
-                rank=self.rank,
-                job=place.job,
-            )
+                place.program, place.profile, self.groups, layout=plan.layout, layers=plan.layers,
+                rank=self.rank, job=place.job,
+            )  # fmt: skip
         self._lap("build")
         place.at_phase("loading", 0)
         taken = takeover.run(self.state)
@@ -169,7 +164,7 @@ class Generation:
             self.state.step = int(self.state.rng[1])
         self.groups.control.barrier()
         self._lap("transfer")
-        self._tell_probe(self._probe_entry())
+        self._report_probe(self._probe_entry())
         self._start(taken)
 
     def _probe_entry(self) -> Probed | None:
@@ -193,7 +188,7 @@ class Generation:
         finally:
             self._lap("probe")
 
-    def _tell_probe(self, probed: Probed | None) -> None:
+    def _report_probe(self, probed: Probed | None) -> None:
         if probed is not None and self.rank == 0:
             self.place.report(probed)
 
@@ -275,8 +270,8 @@ class Generation:
                 # last of all: once it is stored the run is done
                 place.saving.save(plan, state, copies.take(), must=True)
         if state.step < end and self._probe is not None:
-            self._tell_probe(self._probe.at_boundary(state.step))
-        copies.drop()
+            self._report_probe(self._probe.at_boundary(state.step))
+        copies.replicas.drop()
 
     def _step(
         self, stepper: Stepper, copies: BoundaryCopies, loader: Loader
@@ -305,7 +300,7 @@ class Generation:
         # others wait for the last one
         data_s = min(max(heard.data_s), max(data_s, step_s - copy_s))
         if state.step > self.entered_step + 1 and not self.profile.disturbs(state.step):
-            copies.timed(step_s - data_s - copy_s, cpu_s)
+            copies.replicas.timed(step_s - data_s - copy_s, cpu_s, copies.busy)
         self._report_step(stepper, heard.commit, (step_s, data_s, copy_s))
         return heard.stop, batches, step_s
 
@@ -413,11 +408,10 @@ class Generation:
             logged = script.logged()
         step, skipped = stepper.state.step, stepper.trip is not None
         shape = (stepper.imbalance, stepper.shares.pad_share(step - 1), stepper.expert_load)
-        self.place.report(
-            step_done(
-                self.number, step, commit, times=times, skipped=skipped, shape=shape, logged=logged
-            )
+        done = step_done(
+            self.number, step, commit, times=times, skipped=skipped, shape=shape, logged=logged
         )
+        self.place.report(done)
 
     def _evaluate(self, stepper: Stepper, state: TrainState) -> None:
         place = self.place
@@ -431,9 +425,8 @@ class Generation:
             tick=lambda: place.at_phase("evaluating", state.step),
         )
         if self.rank == 0:
-            place.report(
-                Evaluated(self.number, state.step, metrics, round(time.monotonic() - began, 4))
-            )
+            seconds = round(time.monotonic() - began, 4)
+            place.report(Evaluated(self.number, state.step, metrics, seconds))
 
     # ---------------------------------------------------------------------------------------- leave
 
@@ -444,29 +437,22 @@ class Generation:
         if self.device_lost:
             self.place.held = [h for h in self.place.held if h.kind != "live" or h.on_host]
             if self.copies is not None:
-                self.place.held += self.copies.unacknowledged(own=False)
+                self.place.held += self.copies.replicas.unacknowledged(own=False)
             return
         if state is not None and self.copies is not None:
             self.place.held = [
                 h for h in self.place.held if not (h.kind == "live" and h.generation == self.number)
             ]
-            if not state.dirty and self._at_a_boundary(state):
-                self.place.held.insert(0, state.held(self.number))
-            self.place.held += self.copies.unacknowledged()
-
-    def _at_a_boundary(self, state: TrainState) -> bool:
-        """Takes back what a step that was aborted did to buffers. False: the device does not let
-        it."""
-        try:
-            state.buffers.take_back()
-        except RuntimeError as error:
-            log.warning(
-                "the buffers of step %s cannot be restored, its state is not taken along: %s",
-                state.step,
-                error,
-            )
-            return False
-        return True
+            try:
+                if not state.dirty:
+                    state.buffers.take_back()  # what a step that was aborted did to them
+                    self.place.held.insert(0, state.held(self.number))
+            except RuntimeError as error:
+                log.warning(
+                    "the buffers of step %s cannot be restored, its state is not taken along: %s",
+                    state.step, error,
+                )  # fmt: skip
+            self.place.held += self.copies.replicas.unacknowledged()
 
     @property
     def pending_step(self) -> int:
@@ -474,10 +460,9 @@ class Generation:
         not be applied without the others."""
         if self.place.profile.by_owners and self.plan.layout.world_size > self.plan.layout.pp:
             return -1
-        pending = (
-            self.stepper.pending if self.stepper is not None and not self.device_lost else None
-        )
-        return pending.step if pending is not None else -1
+        if self.stepper is None or self.stepper.pending is None or self.device_lost:
+            return -1
+        return self.stepper.pending.step
 
     def roll_forward(self, step: int, numbers: tuple[float, ...]) -> None:
         """After the generation was left: applies the step that only others have seen the commit
@@ -526,16 +511,13 @@ class Generation:
 
     def close(self) -> None:
         with suppress(RuntimeError) if self.device_lost else nullcontext():
-            self._close()
-
-    def _close(self) -> None:
-        self.profile.close()
-        if self.copies is not None:
-            self.copies.close()
-        if self.loader is not None:
-            self.loader.close()
-        if self.place.script is not None:
-            self.place.script.leave()
-        if self.state is not None:
-            self.state.release_frozen()
-        self.groups.close()
+            self.profile.close()
+            if self.copies is not None:
+                self.copies.close()
+            if self.loader is not None:
+                self.loader.close()
+            if self.place.script is not None:
+                self.place.script.leave()
+            if self.state is not None:
+                self.state.release_frozen()
+            self.groups.close()

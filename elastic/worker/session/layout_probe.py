@@ -74,11 +74,9 @@ class Probe:
         if not self.possible:
             return None
         began, loss = time.monotonic(), self._loss()
-        bad = (
-            loss is not None
-            and expected is not None
-            and not agree(loss, expected, tolerance(self.place.job))
-        )
+        bad = False
+        if loss is not None and expected is not None:
+            bad = not agree(loss, expected, tolerance(self.place.job))
         found, told = self._together(bad, loss)
         if found:
             assert expected is not None
@@ -119,13 +117,8 @@ class Probe:
         mine = None
         if plan.resume.source != "fresh":
             generation, loss = self.place.probes.get(step, (-1, 0.0))
-            mine = (
-                plan.probe
-                if plan.probe is not None
-                else loss
-                if generation == plan.resume.generation
-                else None
-            )
+            mine = loss if generation == plan.resume.generation else None
+            mine = plan.probe if plan.probe is not None else mine
         known = -math.inf if mine is None or not math.isfinite(mine) else mine
         said = torch.tensor([known, 0.0 if self.possible else 1.0], dtype=torch.float64)
         self.groups.control.all_reduce(said, dist.ReduceOp.MAX)

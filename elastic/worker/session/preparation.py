@@ -151,11 +151,10 @@ class Preparation:
             of = job.in_phase(number)
             known = of.data_phase < number and not of.microbatch_tokens
             data = place.datasets[of.data_phase]
-            found.append(
-                found[of.data_phase]
-                if known
-                else sample_profile(place.program, of, item_of(data, 0, None))
-            )
+            if known:
+                found.append(found[of.data_phase])
+            else:
+                found.append(sample_profile(place.program, of, item_of(data, 0, None)))
         return tuple(found)
 
     def _prepared(self) -> NodePrepared:
@@ -187,32 +186,18 @@ class Preparation:
             check_float8(device)
         source = ScriptSource.of(self.job, self.train_function)
         script = Script(source, device, self.calls_file) if self.job.script else None
-        program = with_job(
-            load_program(self.job.program) if script is None else script.start(), self.job
-        )
+        program = load_program(self.job.program) if script is None else script.start()
+        program = with_job(program, self.job)
         opened = PhaseData.of(program, self.job)
         self.job, dataset = opened.job, opened.datasets[0]
         program = with_stream(program, dataset, self.job)
         profile = profile_of(program, self.job)
         validation = validation_of(program, self.job)
-        storage = open_storage(self.run_uri)
         return Workplace(
-            self.me,
-            program,
-            profile,
-            self.job,
-            dataset,
-            validation,
-            storage,
-            device,
-            self.report,
-            self.at_phase,
-            self.background,
-            script=script,
-            readers=readers_of(self.job),
-            faults=faults,
-            datasets=opened.datasets,
-        )
+            self.me, program, profile, self.job, dataset, validation, open_storage(self.run_uri),
+            device, self.report, self.at_phase, self.background, script=script,
+            readers=readers_of(self.job), faults=faults, datasets=opened.datasets,
+        )  # fmt: skip
 
     def close(self) -> None:
         if self._notes is not None:

@@ -33,11 +33,10 @@ from elastic.worker.parallel.context_parallel import (
     largest_cp,
 )
 from elastic.worker.parallel.keyed_draws import KeyedDraws
-from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.parallel.stages.carried_values import MODEL_INPUT, carries
-from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.calls import call_model, inputs_of, keywords_of, loss_of, tensors_in
 from elastic.worker.program.model_profile import block_names, build_meta
+from elastic.worker.session.generation import groups_of
 from elastic.worker.session.workplace import Workplace
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.state.transfer import warm_staging
@@ -62,14 +61,13 @@ def rehearse(place: Workplace) -> None:
     check_possible(place.program, cp)
     if place.program.log is not None or place.program.metrics is not None:
         check_beside(
-            place.program,
-            build_meta(place.program),
-            place.job,
-            train=lambda: place.dataset,
+            place.program, build_meta(place.program), place.job, train=lambda: place.dataset,
             validation=lambda: place.validation,
-        )
+        )  # fmt: skip
     if place.profile.n_params > WHOLE_MOST_PARAMETERS or place.program.weights is not None:
-        _rehearse_on_meta(place)
+        model = build_meta(place.program)  # shapes only; one that wants values is not rehearsed
+        with _noting_inputs(place, model):
+            check_on_shapes(place.program, model, lambda n: _batch(place, n, "cpu"))
         if cp > 1:
             check_calls(place.program, _batch(place, 1, "cpu", multiple=2 * cp), cp)
         return
@@ -121,13 +119,6 @@ def _repeats(place: Workplace, model: nn.Module) -> bool:
     return agree(found[0], found[1], REPEATS)
 
 
-def _rehearse_on_meta(place: Workplace) -> None:
-    """Shapes only. A model that wants values is not rehearsed."""
-    model = build_meta(place.program)
-    with _noting_inputs(place, model):
-        check_on_shapes(place.program, model, lambda n: _batch(place, n, "cpu"))
-
-
 @contextmanager
 def _noting_inputs(place: Workplace, model: nn.Module) -> Iterator[None]:
     """Keeps what each block is called with for one sample: a later pipeline stage begins with
@@ -135,11 +126,10 @@ def _noting_inputs(place: Workplace, model: nn.Module) -> Iterator[None]:
     notes: list[torch.Tensor | None] = []
 
     def note(module: nn.Module, arguments: tuple[object, ...]) -> None:
-        first = arguments[0] if arguments else None
+        noted, first = None, arguments[0] if arguments else None
         if isinstance(first, torch.Tensor):
-            notes.append(torch.zeros(first[:1].shape, dtype=first.dtype, device=place.device))
-        else:
-            notes.append(None)
+            noted = torch.zeros(first[:1].shape, dtype=first.dtype, device=place.device)
+        notes.append(noted)
 
     blocks = [model.get_submodule(name) for name in block_names(model, place.program.blocks)]
     hooks = [block.register_forward_pre_hook(note) for block in blocks]
@@ -162,36 +152,22 @@ def rehearse_plan(place: Workplace, rehearsal: Rehearsal) -> bool:
     rank = rehearsal.ranks[place.me.local_rank]
     if rank < 0:
         return False
-    samples = (rehearsal.n_samples,) * layout.dp
-    plan = Plan(
-        0,
-        layout,
-        (place.me,) * layout.world_size,
-        samples,
-        rehearsal.layers,
-        rehearsal.n_microbatches,
-    )
-    fsdp, stage = needs_fsdp(place.job, layout), place.profile.by_owners
-    groups = Groups(0, layout, place.device, fsdp=fsdp, stage=stage)
+    ranks, samples = (place.me,) * layout.world_size, (rehearsal.n_samples,) * layout.dp
+    plan = Plan(0, layout, ranks, samples, rehearsal.layers, rehearsal.n_microbatches)
+    groups = groups_of(place, plan)
     try:
         groups.pretend(rank)
         state = TrainState(
-            place.program,
-            place.profile,
-            groups,
-            layout=layout,
-            layers=plan.layers,
-            rank=rank,
+            place.program, place.profile, groups, layout=layout, layers=plan.layers, rank=rank,
             job=place.job,
-        )
+        )  # fmt: skip
         state.fill_zeros()
         stepper = Stepper(place.program, place.job, plan, state=state, groups=groups)
         n_rows = plan.samples[stepper.dp]
         if plan.layout.pp == 1:
-            stepper.forward_backward(
-                [_batch(place, n_rows, place.device, multiple=stepper.sequence.multiple)],
-                train=True,
-            )
+            multiple = stepper.sequence.multiple
+            batch = _batch(place, n_rows, place.device, multiple=multiple)
+            stepper.forward_backward([batch], train=True)
         elif not _pass_through_stages(place, stepper, n_rows // plan.n_microbatches):
             return True  # built, and no more: nothing is known of what its stage is called with
         gradients = state.gradients()
@@ -251,12 +227,8 @@ def _stage_input(
 
 def _sum(output: Any) -> torch.Tensor:
     """Of what a stage gives, as far as it has gradients."""
-    given = [x for x in tensors_in(output) if x.requires_grad]
-    return (
-        torch.stack([x.float().sum() for x in given]).sum()
-        if given
-        else torch.zeros((), requires_grad=True)
-    )
+    given = [x.float().sum() for x in tensors_in(output) if x.requires_grad]
+    return torch.stack(given).sum() if given else torch.zeros((), requires_grad=True)
 
 
 def _batch(

@@ -148,9 +148,8 @@ class Session:
                     self._save_at = max(self._save_at, generation)
             case SetCadence() | SetShares() | StartProfile() as change:
                 with self._lock:
-                    if (
-                        running := self._generation
-                    ) is not None and running.number == change.generation:
+                    running = self._generation
+                    if running is not None and running.number == change.generation:
                         running.change(change)
             case Abort(generation):
                 self._abort(generation)
@@ -312,20 +311,14 @@ class Session:
             self._told_s = now_s
         self._phase, self._step = phase, step
         self._progress += 1
-        if now_s - self._told_s > PROGRESS_EVERY_S and self._speaks(phase):
+        running = self._generation
+        # one worker tells the driver of progress, of a node or of a generation
+        speaks = phase == "preparing" and self.me.local_rank == 0
+        if running is not None and phase in ("evaluating", "finishing"):
+            speaks = running.rank == 0
+        if speaks and now_s - self._told_s > PROGRESS_EVERY_S:
             self._told_s = now_s
-            generation = self._generation.number if self._generation is not None else 0
-            self._put(Progress(self.me, generation, phase))
-
-    def _speaks(self, phase: str) -> bool:
-        """Is it this worker that tells the driver of progress in that phase?"""
-        if phase == "preparing":
-            return self.me.local_rank == 0
-        return (
-            phase in ("evaluating", "finishing")
-            and self._generation is not None
-            and self._generation.rank == 0
-        )
+            self._put(Progress(self.me, running.number if running is not None else 0, phase))
 
     def _work(self) -> None:
         while True:
@@ -337,9 +330,8 @@ class Session:
                 if self._closed:
                     return
                 forward, self._forward = self._forward, None
-                asked = None
-                if not forward:
-                    asked, self._prepare_asked = self._prepare_asked, None
+                asked = None if forward else self._prepare_asked
+                self._prepare_asked = self._prepare_asked if forward else None
                 order = self._orders.pop(0) if not forward and asked is None else None
             if forward:
                 self._roll_forward(*forward)
@@ -361,11 +353,8 @@ class Session:
                     broken.lose_device()
                     broken.take_along()
                 failed = WorkerFailed(self.me, number, "infrastructure", text_of(error))
-                self._put(
-                    replace(failed, kind="device", step=step)
-                    if kind_of(error) == "device"
-                    else failed
-                )
+                on_device = kind_of(error) == "device"
+                self._put(replace(failed, kind="device", step=step) if on_device else failed)
             self._broken = None
         with self._lock:
             self._put(self._quiesced(number))
@@ -487,40 +476,29 @@ class Session:
         if isinstance(error, Damaged):
             self._put(CopyDamaged(generation.plan.resume.uri, str(error)))
         frames = print_error(error)
-        memory = (
-            torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident_bytes()
-        )
-        failed = WorkerFailed(
-            self.me, number, kind, text_of(error), memory if kind == "out_of_memory" else 0,
-            frames=frames,
-        )  # fmt: skip
-        failed = replace(failed, step=error.step) if isinstance(error, LayoutDiffers) else failed
+        more: dict[str, Any] = {}
+        if kind == "out_of_memory":
+            on_gpu = torch.cuda.is_available()
+            resident = torch.cuda.max_memory_allocated() if on_gpu else _resident_bytes()
+            more["measured_bytes"] = resident
+        if isinstance(error, LayoutDiffers):
+            more["step"] = error.step
         if isinstance(error, PeersUnreached):
-            failed = replace(failed, unreached=error.unreached)
+            more["unreached"] = error.unreached
         if generation.device_lost:
-            failed = replace(
-                failed, step=generation.next_step, do="retry" if is_assert(error) else ""
-            )
-        self._put(
-            failed
-            if trip is None
-            else replace(failed, step=trip.step, guard=trip.guard, do=trip.do)
-        )
+            more |= {"step": generation.next_step, "do": "retry" if is_assert(error) else ""}
+        if trip is not None:
+            more |= {"step": trip.step, "guard": trip.guard, "do": trip.do}
+        self._put(WorkerFailed(self.me, number, kind, text_of(error), frames=frames, **more))
 
     def _quiesced(self, number: int) -> Quiesced:
         held = self.place.held if self.place is not None else []
         step = live_step(held, number)
         pending_step = self._broken.pending_step if self._broken is not None else -1
-        return Quiesced(
-            self.me,
-            number,
-            step,
-            tuple(h.holding(self.me) for h in held),
-            self._commit,
-            pending_step,
-            tuple(one for one in self._done if one[0] < step),
-            at=self._stood[1] if self._stood[0] == number else "",
-        )
+        holdings = tuple(h.holding(self.me) for h in held)
+        before = tuple(one for one in self._done if one[0] < step)
+        at = self._stood[1] if self._stood[0] == number else ""
+        return Quiesced(self.me, number, step, holdings, self._commit, pending_step, before, at=at)
 
 
 def _resident_bytes() -> int:

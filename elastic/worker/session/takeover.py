@@ -129,12 +129,8 @@ class Takeover:
             return region(self.state.tensors, transfer)
 
         old_bytes = device_bytes(place.held)
-        ends = {
-            end
-            for t in transfers
-            if me in (t.source, t.destination)
-            for end in (t.source, t.destination)
-        }
+        mine = [t for t in transfers if me in (t.source, t.destination)]
+        ends = {end for t in mine for end in (t.source, t.destination)}
         group, device = self.groups.wire
         if device.type == "cpu":
             self.groups.connect(self.groups.world, ends - {me})
@@ -143,15 +139,12 @@ class Takeover:
         given = tuple(
             (Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me
         )
-        new_bytes = (
-            storage_bytes(tensor for _, tensor in self.state.tensors.values())
-            if self.state is not None
-            else 0
-        )
+        here = self.state.tensors if self.state is not None else {}
+        new_bytes = storage_bytes(tensor for _, tensor in here.values())
         peak_bytes = max(self._before_bytes - new_bytes, old_bytes + moved.staging_bytes)
         # bytes received by all, and the largest peak; nobody is past this before all are there
-        mine = torch.tensor([moved.received_bytes, peak_bytes], dtype=torch.int64)
-        received, peaks = self.groups.control.gather(mine).unbind(1)
+        measured = torch.tensor([moved.received_bytes, peak_bytes], dtype=torch.int64)
+        received, peaks = self.groups.control.gather(measured).unbind(1)
         return Taken(
             given, tuple(self._found.values()), int(received.sum()), int(peaks.max()),
             behind=boundary(place.device),

@@ -30,14 +30,9 @@ def kind_of(error: BaseException) -> FailureKind:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "out_of_memory"
     if said := cuda_error(error):
-        memory = any(words in said for words in MEMORY)
-        return (
-            "out_of_memory"
-            if memory
-            else "device"
-            if device_lost(error) and ASSERT not in said
-            else "program"
-        )
+        if any(words in said for words in MEMORY):
+            return "out_of_memory"
+        return "device" if device_lost(error) and ASSERT not in said else "program"
     if isinstance(error, StateLost | StorageFailed):
         return "infrastructure"
     if isinstance(error, Tripped):

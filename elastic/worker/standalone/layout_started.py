@@ -34,9 +34,8 @@ def layout_of(spec: JobSpec, world_size: int, asked: str | None = None) -> Layou
 
 def _rest_sharded(spec: JobSpec, pins: Mapping[str, Any], world_size: int) -> Layout:
     least = Layout(**pins)
-    layout = (
-        least if "dp_shard" in pins else replace(least, dp_shard=world_size // least.world_size)
-    )
+    n = least.dp_shard if "dp_shard" in pins else world_size // least.world_size
+    layout = replace(least, dp_shard=n)
     if layout.world_size != world_size:
         raise SpecError(
             f"{spec.name}: {world_size} ranks were started, layout '{spec.layout}' is for "

@@ -197,16 +197,11 @@ def _nodes(hellos: Sequence[RankHello]) -> tuple[tuple[Node, ...], tuple[WorkerI
         node = f"node-{names.index(hello.node):0{width}}"
         workers.append(WorkerId(node, len(on[hello.node])))
         on[hello.node].append(hello)
-    nodes = tuple(
-        Node(
-            f"node-{i:0{width}}",
-            POOL,
-            len(on[name]),
-            host_memory_bytes=min(hello.host_bytes for hello in on[name]),
-        )
-        for i, name in enumerate(names)
-    )
-    return nodes, tuple(workers)
+    nodes = []
+    for i, name in enumerate(names):
+        least_bytes = min(hello.host_bytes for hello in on[name])
+        nodes.append(Node(f"node-{i:0{width}}", POOL, len(on[name]), host_memory_bytes=least_bytes))
+    return tuple(nodes), tuple(workers)
 
 
 def _gathered(

@@ -40,7 +40,7 @@ from elastic.types.orders import WorkerOrder
 from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter, write_late_parts
 from elastic.worker.hosting.hosting_backend import HostingBackend
 from elastic.worker.hosting.served_session import Said, forward, put_into
-from elastic.worker.hosting.session_processes import Heard, SessionProcesses
+from elastic.worker.hosting.session_processes import Heard, SessionProcess, SessionProcesses
 from elastic.worker.session.session import Session
 from elastic.worker.standalone.rank_link import RankLink
 
@@ -51,7 +51,7 @@ class RankLost(LostContact):
     """A rank is gone, or of no use any more: the others end too."""
 
 
-class OwnSession:
+class OwnSession(SessionProcess):
     """The session of this very process, which ends by itself."""
 
     ended = False
@@ -65,19 +65,12 @@ class OwnSession:
         with suppress(OSError):  # nobody reads any more
             forward(self.session, put_into(self._into))
 
-    def ready(self, timeout_s: float) -> str:
-        return ""
-
     def send(self, word: Any) -> None:
         if isinstance(word, WorkerOrder):
             self.session.order(word)
 
-    def signal(self, number: int) -> None: ...
-    def end(self) -> None: ...
-    def join(self) -> None: ...
 
-
-class LinkedRank:
+class LinkedRank(SessionProcess):
     """The process of another rank: it ends when its connection does."""
 
     def __init__(self, pipe: RankLink) -> None:
@@ -87,17 +80,11 @@ class LinkedRank:
     def ended(self) -> bool:
         return bool(self.pipe.closed)
 
-    def ready(self, timeout_s: float) -> str:
-        return ""
-
     def send(self, word: Any) -> None:
         self.pipe.send(Said(0, word))
 
-    def signal(self, number: int) -> None: ...
     def end(self) -> None:
         self.pipe.close()
-
-    def join(self) -> None: ...
 
 
 @dataclass

@@ -50,12 +50,8 @@ class StandaloneResult:
 
     def summary(self) -> dict[str, Any]:
         rate = self.tokens / self.wall_s if self.wall_s else 0.0
-        known = {
-            **plain(self),
-            "steps": self.step,
-            "wall_s": round(self.wall_s, 3),
-            "tokens_per_s": round(rate, 1),
-        }
+        known = plain(self) | {"steps": self.step, "wall_s": round(self.wall_s, 3)}
+        known["tokens_per_s"] = round(rate, 1)
         return {key: value for key, value in known.items() if key != "step"}
 
 

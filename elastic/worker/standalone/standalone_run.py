@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -258,8 +259,12 @@ class StandaloneRun:
                 self.wishes.on_copy(word)
             elif isinstance(word, EndOfRun):
                 if word.result is None:
-                    raise _refused(word)
-                return self._mine(word.result)
+                    refused = StartRefused(word.error)
+                    refused.exit_code = word.exit_code
+                    raise refused
+                if word.result.outcome == "failed" and self._failure is not None:
+                    return replace(word.result, reason=self._failure.error)  # as this rank says it
+                return word.result
 
     def _note(self, event: Event) -> None:
         if isinstance(event, WorkerFailed):
@@ -271,12 +276,6 @@ class StandaloneRun:
         return StandaloneResult(
             self.name, "failed", self._failure.error, 0, str(self.layout), self.me.world_size
         )
-
-    def _mine(self, result: StandaloneResult) -> StandaloneResult:
-        """As this rank says it."""
-        if result.outcome == "failed" and self._failure is not None:
-            return replace(result, reason=self._failure.error)
-        return result
 
     # --------------------------------------------------------------------------------------- rank 0
 
@@ -320,28 +319,19 @@ class StandaloneRun:
             state, found = restored(lines), found_copies(self.storage)
             job = self.spec.job()
             mark = fingerprint(self.spec.program, job, model, n_samples=n_samples)
+            most = max(node.gpus for node in meeting.nodes)
+            pool = Pool(POOL, accelerator_here(), most, "owned", max_nodes=len(meeting.nodes))
             start = DriverStarted(
-                self.name,
-                lease.epoch,
-                replace(job, fingerprint=mark).plain(),
-                (self._pool(meeting),),
-                model,
-                durable=found.copies,
-                cut=cut.said if cut is not None else "",
-                dates_budget=True,
-            )
+                self.name, lease.epoch, replace(job, fingerprint=mark).plain(), (pool,), model,
+                durable=found.copies, cut=cut.said if cut is not None else "", dates_budget=True,
+            )  # fmt: skip
             self._may_go_on(start, lines, state, found=found)
             known = {copy.step: copy.samples for copy in found.copies if copy.samples}
+            known |= state.digests if state is not None else {}
             backend = ProcessBackend(
-                hosted,
-                meeting.nodes,
-                self.storage,
-                lease,
-                start,
-                lambda event: self._hear(event, hosted),
-                self._ordered,
-                {**known, **(state.digests if state is not None else {})},
-            )
+                hosted, meeting.nodes, self.storage, lease, start,
+                partial(self._hear, hosted=hosted), self._ordered, known,
+            )  # fmt: skip
             stack.callback(backend.close)
             self._passes_on(backend.ask_stop)
             journal = folder.open_journal(lease.epoch, stored, cut)
@@ -392,17 +382,12 @@ class StandaloneRun:
             self.wishes.hear(f"note: {note}")
         return profile
 
-    def _pool(self, meeting: Meeting) -> Pool:
-        most = max(node.gpus for node in meeting.nodes)
-        return Pool(POOL, accelerator_here(), most, "owned", max_nodes=len(meeting.nodes))
-
     def _ordered(self, action: EnterPlan) -> None:
         if self.seen.resumed_at is not None:
             return
         resume = action.plan.resume
-        where = (
-            f"resumes from step {resume.step} ({resume.uri})" if resume.uri else "begins at step 0"
-        )
+        where = f"resumes from step {resume.step} ({resume.uri})"
+        where = where if resume.uri else "begins at step 0"
         self.wishes.hear(
             f"run {self.name}: {action.plan.layout} on {n_of(self.me.world_size, 'rank')}, "
             f"{where}; copies in {self.storage.uri}"
@@ -435,25 +420,10 @@ class StandaloneRun:
         seen = self.seen
         step = last.step if last is not None else max(seen.losses, default=0)
         return StandaloneResult(
-            self.name,
-            outcome,
-            reason,
-            step,
-            str(self.layout),
-            self.me.world_size,
-            seen.resumed_at or 0,
-            seen.losses.get(step),
-            seen.tokens,
-            time.monotonic() - self._began_s,
-            seen.metrics,
-            seen.newest,
-        )
-
-
-def _refused(word: EndOfRun) -> StartRefused:
-    error = StartRefused(word.error)
-    error.exit_code = word.exit_code
-    return error
+            self.name, outcome, reason, step, str(self.layout), self.me.world_size,
+            seen.resumed_at or 0, seen.losses.get(step), seen.tokens,
+            time.monotonic() - self._began_s, seen.metrics, seen.newest,
+        )  # fmt: skip
 
 
 def _forward(session: Session, put: Put) -> None:

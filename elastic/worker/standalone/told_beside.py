@@ -92,20 +92,17 @@ class ToldBeside:
             for line in self._before:
                 self._put(write_line(line))
             self._before = ()
-            while self._send_some():
-                pass
+            more = True
+            while more:
+                for found in self._lines.come(WAIT_S):
+                    if found is None:
+                        more = False
+                        break
+                    self._put(write_line(found))
         except OSError:
             self._gone = True
             log.warning("numbers of the run are told no more: the process that does has ended")
         self._end_of_lines()
-
-    def _send_some(self) -> bool:
-        """False: nothing more will come."""
-        for line in self._lines.come(WAIT_S):
-            if line is None:
-                return False
-            self._put(write_line(line))
-        return True
 
     def _put(self, text: str) -> None:
         assert self._process.stdin is not None

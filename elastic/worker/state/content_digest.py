@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from elastic.types import Box
+from elastic.worker.parallel.keyed_numbers import STEP, mixed_in_place, signed
 
 Tensors = Mapping[str, tuple[Box, torch.Tensor]]
 
@@ -86,23 +87,16 @@ class _Keys:
         self._made: dict[tuple[str, int, int, int], torch.Tensor] = {}
 
     def _once(
-        self,
-        use: str,
-        stream: int,
-        start: int,
-        *,
-        n: int,
-        make: Callable[[int, int, int], torch.Tensor],
+        self, use: str, at: tuple[int, int, int], make: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """`stream`: or dimension, as `make` takes it before start and n."""
+        """`at`: the stream or dimension, where it begins, how many."""
         if in_cache(self.device):
-            return make(stream, start, n)
-        at = (use, stream, start, n)
-        if at in self._made:
-            return self._made[at]
-        made = make(stream, start, n)
-        if n <= MOST_KEPT and len(self._made) < KEYS_KEPT:
-            self._made[at] = made
+            return make()
+        if (use, *at) in self._made:
+            return self._made[use, *at]
+        made = make()
+        if at[-1] <= MOST_KEPT and len(self._made) < KEYS_KEPT:
+            self._made[use, *at] = made
         return made
 
     def low(self, dim: int) -> torch.Tensor:
@@ -111,17 +105,12 @@ class _Keys:
 
     def drawn(self, stream: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: see `_drawn`."""
-        return self._once(
-            "drawn",
-            stream,
-            start,
-            n=n,
-            make=lambda stream, start, n: _drawn(stream, start, n, device=self.device),
-        )
+        make = partial(_drawn, stream, start, n, device=self.device)
+        return self._once("drawn", (stream, start, n), make)
 
     def keys(self, dim: int, start: int, n: int) -> torch.Tensor:
         """int64 [n]: keys of the indices start..start+n-1 along dimension `dim`, all odd."""
-        return self._once("keys", dim, start, n=n, make=self._keys)
+        return self._once("keys", (dim, start, n), partial(self._keys, dim, start, n))
 
     def _keys(self, dim: int, start: int, n: int) -> torch.Tensor:
         first, end = start >> LOW, (start + n - 1 >> LOW) + 1
@@ -142,10 +131,12 @@ class _Keys:
     def mask(self, start: int, n: int) -> torch.Tensor:
         """int64 [n]: of 16-bit halves, the lower one of a word (an even index) counts without its
         sign."""
-        return self._once("mask", start % 2, 0, n=n, make=self._mask)
 
-    def _mask(self, first: int, _: int, n: int) -> torch.Tensor:
-        return torch.where(torch.arange(first, first + n, device=self.device) % 2 == 0, 0xFFFF, -1)
+        def make() -> torch.Tensor:
+            index = torch.arange(start % 2, start % 2 + n, device=self.device)
+            return torch.where(index % 2 == 0, 0xFFFF, -1)
+
+        return self._once("mask", (start % 2, 0, n), make)
 
 
 def _tensor_sum(box: Box, tensor: torch.Tensor, keys: _Keys) -> torch.Tensor:
@@ -259,21 +250,12 @@ def _low(dim: int) -> torch.Tensor:
 def _drawn(stream: int, start: int, n: int, *, device: torch.device) -> torch.Tensor:
     """int64 [n]: odd numbers, SplitMix64 (Steele, Lea, Flood 2014) of the index with a seed per
     stream."""
-    at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64, device=device) * _signed(
-        0x9E3779B97F4A7C15
-    )
-    at = at + _name_key(f"elastic digest {stream}")
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        at = (at ^ ((at >> shift) & ((1 << 64 - shift) - 1))) * _signed(factor)
-    return (at ^ ((at >> 31) & ((1 << 33) - 1))) | 1
+    at = torch.arange(start + 1, start + 1 + n, dtype=torch.int64, device=device)
+    at.mul_(signed(STEP)).add_(_name_key(f"elastic digest {stream}"))
+    return mixed_in_place(at).bitwise_or_(1)
 
 
 @lru_cache(maxsize=1 << 16)
 def _name_key(name: str) -> int:
-    return _signed(
-        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
-    )
-
-
-def _signed(number: int) -> int:
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    drawn = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return signed(int.from_bytes(drawn, "little") | 1)

@@ -291,12 +291,8 @@ class HostCopies:
         releases it when it has read it. None: every buffer is still being read; the caller does
         without."""
         newest = self._newest() if self._newest is not None else None
-        if (
-            newest is not None
-            and newest.step == step
-            and newest.lease.in_use
-            and newest.error is None
-        ):
+        again = newest is not None and (newest.step, newest.error) == (step, None)
+        if newest is not None and again and newest.lease.in_use:
             return newest.retain()
         if not self.available:
             return None
@@ -326,9 +322,12 @@ class HostCopies:
     def _fill(self, copy: HostCopy, at: torch.cuda.Event | None) -> None:
         try:
             if at is not None:
-                self._fill_from_device(copy, at)
-            else:
-                self._copy(copy)
+                copy._tensors = self._flat.views(copy.lease.buffer)
+            # of a GPU on a stream of its own, behind the boundary; `filled` then means: all copies
+            # are queued
+            with self._side.behind(at) as stream:
+                self._copy(copy, stream is not None)
+                copy.on_device = waitable(stream) if stream is not None else None
             copy.whole = True
         except BaseException as error:  # noqa: BLE001 - told to whoever waits for the copy
             holds_lost(error)
@@ -336,20 +335,11 @@ class HostCopies:
         finally:
             copy.filled.set()
 
+    @torch.no_grad()
     def _copy(self, copy: HostCopy, non_blocking: bool = False) -> None:
-        with torch.no_grad():
-            for fqn, (_, into) in copy._tensors.items():
-                if fqn not in self.volatile or fqn in copy.early:
-                    into.copy_(copy.early.get(fqn, self.live[fqn][1]), non_blocking=non_blocking)
-
-    def _fill_from_device(self, copy: HostCopy, at: torch.cuda.Event) -> None:
-        """On a stream of its own, behind the boundary; `filled` then means: all copies are
-        queued."""
-        copy._tensors = self._flat.views(copy.lease.buffer)
-        with self._side.behind(at) as stream:
-            assert stream is not None
-            self._copy(copy, non_blocking=True)
-            copy.on_device = waitable(stream)
+        for fqn, (_, into) in copy._tensors.items():
+            if fqn not in self.volatile or fqn in copy.early:
+                into.copy_(copy.early.get(fqn, self.live[fqn][1]), non_blocking=non_blocking)
 
     @doing("copying")
     def settle(self) -> float:

@@ -173,24 +173,20 @@ class OwnerUpdate:
 
     def _to_owners(self, some: Iterable[SteppedWhole]) -> Ways:
         """Before the step."""
-        sends: list[list[tuple[SteppedWhole, Region]]] = [[] for _ in range(self.n)]
-        gets: list[list[tuple[SteppedWhole, Region]]] = [[] for _ in range(self.n)]
+        sends, gets = self._each(), self._each()
         for one in some:
-            if one.owner == self.me and not self._in_place(one):
+            here = one.owner == self.me
+            if here and not self._in_place(one):
                 for k, part in one.sources:
                     gets[k].append((one, part))
-            if one.mine is not None and one.gives and not self._alone(one):
+            # not where the owner has it whole, and is this rank
+            if one.mine is not None and one.gives and not (here and self._in_place(one)):
                 sends[one.owner].append((one, one.mine))
         return Ways(_letters(sends, 2), _letters(gets, 2))
 
-    def _alone(self, one: SteppedWhole) -> bool:
-        """The owner has it whole, and it is this rank."""
-        return one.owner == self.me and self._in_place(one)
-
     def _from_owners(self, some: Iterable[SteppedWhole]) -> Ways:
         """After the step; what the owner has itself is copied."""
-        sends: list[list[tuple[SteppedWhole, Region]]] = [[] for _ in range(self.n)]
-        gets: list[list[tuple[SteppedWhole, Region]]] = [[] for _ in range(self.n)]
+        sends, gets = self._each(), self._each()
         for one in some:
             for k, part in one.targets:
                 if k != self.me:
@@ -198,6 +194,9 @@ class OwnerUpdate:
             if one.mine is not None and one.owner != self.me:
                 gets[one.owner].append((one, one.mine))
         return Ways(_letters(sends, 1), _letters(gets, 1))
+
+    def _each(self) -> list[list[tuple[SteppedWhole, Region]]]:
+        return [[] for _ in range(self.n)]
 
     def _begun(self, send: torch.Tensor, ways: Ways) -> Flight:
         sent, got = ([one.n_bytes for one in letters] for letters in (ways.sent, ways.got))

@@ -20,14 +20,7 @@ from elastic.errors import InternalError
 from elastic.reshard.rank_boxes import boxes
 from elastic.types import Box, Copy, CopyStored, ModelProfile, Plan
 from elastic.worker.process.doing import doing
-from elastic.worker.state.host_copy import (
-    BufferLease,
-    CopyThreads,
-    Flat,
-    HostCopies,
-    HostCopy,
-    Tensors,
-)
+from elastic.worker.state.host_copy import BufferLease, CopyThreads, Flat, HostCopies, HostCopy
 from elastic.worker.state.replica_stream import RateLimit, Wire, receive_boxes, send_boxes
 from elastic.worker.state.train_state import Held
 
@@ -265,23 +258,19 @@ class PeerReplicas:
             self.copy(flight.step), flight.stored_s - flight.began_s, flight.stall_s, slowed_s
         )
 
-    def _held(self, flight: _Flight) -> list[Held]:
-        own = self._holds(self.rank, flight.step, flight.own.wait(), lease=flight.own.lease)
-        return [own, *self._received(flight)]
-
-    def _received(self, flight: _Flight) -> list[Held]:
-        theirs = {r: self._flat[r].views(lease.buffer) for r, lease in flight.incoming.items()}
+    def _held(self, flight: _Flight, own: bool = True) -> list[Held]:
+        """The parts of the copy; without `own` what was received."""
+        parts = [(self.rank, flight.own.wait(), flight.own.lease)] if own else []
+        for r, lease in flight.incoming.items():
+            parts.append((r, self._flat[r].views(lease.buffer), lease))
+        of, layout, layers = self.plan.generation, self.plan.layout, self.plan.layers
         return [
-            self._holds(r, flight.step, theirs[r], lease=lease)
-            for r, lease in flight.incoming.items()
-        ]
-
-    def _holds(self, rank: int, step: int, tensors: Tensors, *, lease: BufferLease) -> Held:
-        plan = self.plan
-        return Held(
-            plan.generation, rank, step, "peer", plan.layout, plan.layers, tensors, lease=lease,
-            alone=self.alone,
-        )  # fmt: skip
+            Held(
+                of, rank, flight.step, "peer", layout, layers, tensors, lease=lease,
+                alone=self.alone,
+            )
+            for rank, tensors, lease in parts
+        ]  # fmt: skip
 
     @doing("copying")
     def drop(self) -> None:
@@ -309,7 +298,7 @@ class PeerReplicas:
         flight, self.flight = self.flight, None
         if flight is None or not flight.stored:
             return []
-        return self._held(flight) if own else self._received(flight)
+        return self._held(flight, own)
 
     def copy(self, step: int) -> Copy:
         """The acknowledged copy of `step`; who keeps what of it follows from the plan."""

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from elastic.worker.state.transfer import sum64
+
 CHUNK_BYTES = 4 << 20
 GOES, QUITS = 1, 2
 UNPACED_BYTES = 8 << 20  # so much may go at once: small states are not slowed down
@@ -77,11 +79,6 @@ class RateLimit:
             self.hurry.wait(-self._credit_bytes / self.bytes_per_s)
 
 
-def sum_of(chunk: torch.Tensor) -> int:
-    """64-bit sum of the chunk's 8-byte words; its length is a multiple of 8."""
-    return int(chunk.view(torch.int64).sum()) if chunk.numel() else 0
-
-
 def send_boxes(
     buffer: torch.Tensor,
     wire: Wire,
@@ -96,7 +93,7 @@ def send_boxes(
         pace.wait(chunk.numel() * len(to))
         if quit_now.is_set():
             break
-        header = torch.tensor([GOES, sum_of(chunk)], dtype=torch.int64)
+        header = torch.tensor([GOES, sum64(chunk)], dtype=torch.int64)
         for rank in to:
             wire.send((header, chunk), rank)
     else:
@@ -116,7 +113,7 @@ def receive_boxes(buffer: torch.Tensor, wire: Wire, source: int) -> str:
         if int(header[0]) != GOES:
             return wrong or f"rank {source} gave up after {k} chunks"
         wire.receive(chunk, source)
-        if int(header[1]) != sum_of(chunk) and not wrong:
+        if int(header[1]) != sum64(chunk) and not wrong:
             wrong = (
                 f"chunk {k} ({chunk.numel()} bytes) from rank {source} arrived altered: its "
                 "64-bit sum differs"

@@ -93,10 +93,8 @@ class TrainState:
         self.layout, self.layers, self.rank = layout, layers, rank
         self.step = 0
         self.dirty = False  # an optimizer step is under way: the tensors belong to no step
-        self.models = [
-            self._stage(stage, groups, job)
-            for stage in stages_at(self.layout, coordinates(self.layout, self.rank).pp)
-        ]
+        numbers = stages_at(layout, coordinates(layout, rank).pp)
+        self.models = [self._stage(number, groups, job) for number in numbers]
         self.model = self.models[0]  # all of it, where there is no pipeline
         self.routed = TokenCounts(self.models)
         self.parameters = self._present_parameters()
@@ -128,7 +126,6 @@ class TrainState:
         self.tensors = self._boxed(boxes(profile, self.layout, self.layers, self.rank))
         self.frozen = self._boxed(reread_boxes(profile, self.layout, self.layers, rank=self.rank))
         owned = {box.fqn for box in owned_boxes(profile, self.layout, self.layers, self.rank)}
-        self.owned = owned
         buffers = {f"model.{spec.fqn}" for spec in profile.specs if spec.buffer}
         self.buffers = StepBuffers(
             tensor for fqn, (_, tensor) in self.tensors.items() if fqn in buffers
@@ -229,7 +226,11 @@ class TrainState:
             if fqn.startswith("optim."):
                 tensor.fill_(first.get(fqn, 0.0))
         if self.program.weights is not None:
-            self._fill_from_weights(seed)
+            mine = {fqn: held for fqn, held in self.tensors.items() if fqn.startswith("model.")}
+            left = fill(self.program, self.profile.specs, mine, seed=seed)
+            made = fresh_buffers(self.program, seed) if left else {}  # a whole model, on the CPU
+            for fqn in left:
+                mine["model." + fqn][1].copy_(made[fqn])
             return
         torch.manual_seed(seed)
         whole = self.program.model()
@@ -241,13 +242,6 @@ class TrainState:
             for fqn, (box, tensor) in self.tensors.items():
                 if fqn.startswith("model."):
                     tensor.copy_(cut(source[fqn.removeprefix("model.")].detach(), box))
-
-    def _fill_from_weights(self, seed: int) -> None:
-        mine = {fqn: held for fqn, held in self.tensors.items() if fqn.startswith("model.")}
-        left = fill(self.program, self.profile.specs, mine, seed=seed)
-        made = fresh_buffers(self.program, seed) if left else {}  # a whole model, on the CPU
-        for fqn in left:
-            mine["model." + fqn][1].copy_(made[fqn])
 
     def read_frozen(self) -> None:
         """What no other rank sends: frozen weights, from where they lie."""

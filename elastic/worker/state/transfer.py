@@ -114,9 +114,7 @@ def carry_out(
     given; the same for every participant. Raises StateLost, naming the chunk, when a sum is wrong.
     """
     sizes = sizes or sizes_of(device.type)
-    return _Exchange(
-        transfers, me, read=read, write=write, group=group, device=device, sizes=sizes
-    ).run()
+    return _Exchange(transfers, me, read, write, group, device, sizes).run()
 
 
 # staging buffers in host memory stay for the next move: memory that was touched before is fast
@@ -131,26 +129,20 @@ def warm_staging() -> None:
         _spare.append(torch.zeros(n_bytes, dtype=torch.uint8))
 
 
+@dataclass
 class _Exchange:
-    def __init__(
-        self,
-        transfers: Sequence[Transfer],
-        me: int,
-        *,
-        read: Region,
-        write: Region,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        sizes: Sizes,
-    ) -> None:
-        self.me, self.read, self.write, self.group, self.device, self.sizes = (
-            me,
-            read,
-            write,
-            group,
-            device,
-            sizes,
-        )
+    """What `carry_out` does."""
+
+    transfers: Sequence[Transfer]
+    me: int
+    read: Region
+    write: Region
+    group: dist.ProcessGroup
+    device: torch.device
+    sizes: Sizes
+
+    def __post_init__(self) -> None:
+        transfers, me, sizes = self.transfers, self.me, self.sizes
         n = dist.get_world_size(self.group)
         self.most_staged, self.chunk_bytes = staging_bytes(n, sizes), chunk_bytes(n, sizes)
         self.streams = _streams(transfers, me, n, limit=self.chunk_bytes, sizes=sizes)
@@ -185,17 +177,10 @@ class _Exchange:
         while self._copy_own():
             continue
         self._compare_sums()
-        sent, received = (
-            sum(
-                t.n_bytes
-                for s in self.streams
-                if s.sends is sends
-                for message in s.messages
-                for t in message
-            )
-            for sends in (True, False)
-        )
-        return TransferStats(sent, received, self.own_bytes, self.peak_staged)
+        moved = {True: 0, False: 0}
+        for stream in self.streams:
+            moved[stream.sends] += sum(t.n_bytes for message in stream.messages for t in message)
+        return TransferStats(moved[True], moved[False], self.own_bytes, self.peak_staged)
 
     def _rounds(self) -> Iterator[list[_Flight]]:
         """Receives first, so that what arrives finds its place."""

@@ -139,12 +139,8 @@ class CommitReport:
     @classmethod
     def unpack(cls, vector: torch.Tensor, slots: Slots) -> CommitReport:
         """`vector`: the sum of what all ranks have packed."""
-        widths = slots.widths
-        parts = dict(
-            zip(
-                widths, (part.tolist() for part in vector.split(list(widths.values()))), strict=True
-            )
-        )
+        each = zip(slots.widths, vector.split([*slots.widths.values()]), strict=True)
+        parts = {name: part.tolist() for name, part in each}
 
         def one(name: str) -> float:
             (value,) = parts[name]
@@ -156,9 +152,8 @@ class CommitReport:
             one("overflowed") > 0, tuple(parts["block_square_norms"]),
         )  # fmt: skip
         said, peer_every, durable_every = map(int, parts["cadence"])
-        shares, tokens = zip(
-            *(divmod(int(number), TOKENS_MOST) for number in parts["of_dp"]), strict=True
-        )
+        of_dp = (divmod(int(number), TOKENS_MOST) for number in parts["of_dp"])
+        shares, tokens = zip(*of_dp, strict=True)
         return cls(
             commit, tuple(parts["unit_s"]), tuple(parts["data_s"]), tokens, one("stop") > 0,
             one("save") > 0, int(one("copies_stored")), int(one("copies_failed")),

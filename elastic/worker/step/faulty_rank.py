@@ -78,10 +78,8 @@ def _worst(guard: str, table: list[list[float]], plan: Plan) -> tuple[int, str]:
     if guard == "loss_spike":
         means = [row[0] / row[1] if row[1] else -math.inf for row in table]
         rank = max(range(len(means)), key=means.__getitem__)
-        return (
-            rank,
-            f"rank {rank} on {plan.ranks[rank]} has the largest train_loss ({means[rank]:.6g})",
-        )
+        largest = f"has the largest train_loss ({means[rank]:.6g})"
+        return rank, f"rank {rank} on {plan.ranks[rank]} {largest}"
     return -1, "the gradient is the sum over all ranks"
 
 
@@ -91,7 +89,6 @@ def _not_finite(table: list[list[float]], plan: Plan) -> tuple[int, str]:
         ranks = [rank for rank, row in enumerate(table) if not math.isfinite(row[column])]
         if ranks:
             others = f" (and {len(ranks) - 1} other ranks)" if len(ranks) > 1 else ""
-            return ranks[
-                0
-            ], f"the {word} of rank {ranks[0]} on {plan.ranks[ranks[0]]}{others} is not finite"
+            first, worker = ranks[0], plan.ranks[ranks[0]]
+            return first, f"the {word} of rank {first} on {worker}{others} is not finite"
     return -1, "the sum over the ranks is not finite, though each rank's part is"

@@ -157,9 +157,8 @@ class ForwardBackward:
         given = list(batches)
         counting = list(valid) if valid is not None else [_n_rows(batch) for batch in given]
         if isinstance(self.program, LoopProgram):
-            return self._by_script(
-                self._here(given, train)[0], train, None if valid is None else counting[0]
-            )
+            n_valid = None if valid is None else counting[0]
+            return self._by_script(self._here(given, train)[0], train, n_valid)
         tokens = 0
         for batch, n in zip(given, counting, strict=True):
             tokens += count_of(self.program, {k: v[:n] for k, v in batch.items()}) if n else 0
@@ -230,9 +229,9 @@ class ForwardBackward:
             if self.draws is not None:
                 self.draws.pause()  # a stage is first called with made-up values
             forward = partial(self._forward, drawing) if train else None
-            return pipeline.run(
-                inputs, keywords, _n_rows(batch), loss=loss, train=train, forward=forward
-            ).double()
+            n_rows = _n_rows(batch)
+            found = pipeline.run(inputs, keywords, n_rows, loss=loss, train=train, forward=forward)
+            return found.double()
         n, unit = 1 if others else n_microbatches, max(1, self.state.profile.together)
         pieces = [
             (which, batch, loss, rows)
@@ -267,11 +266,8 @@ class ForwardBackward:
         if self.draws is None or self.draws.idle:
             return None
         step, seed = self.state.step, self.job.seed
-        cut = (
-            self.shares.cut(step)
-            if self._stream is None
-            else self.shares.cut_of(self._stream.positions(step), step)
-        )
+        stream, shares = self._stream, self.shares
+        cut = shares.cut_of(stream.positions(step), step) if stream else shares.cut(step)
         keys = row_keys(seed, step, [part.ids for rank in cut for part in rank])
         first = sum(len(rank) for rank in cut[: self.dp])
         mine = keys[first : first + len(cut[self.dp])]
@@ -309,17 +305,11 @@ class ForwardBackward:
         everyones = self.shares.samples(self.state.step) if kind == "training" else ()
         cut = n_rows, n_microbatches, everyones
         if self._pipelines.get(kind, ((),))[0] != cut:
-            self._pipelines[kind] = (
-                cut,
-                Pipeline(
-                    self._stages(),
-                    self.groups.pp,
-                    self.plan.layout,
-                    n=n_microbatches,
-                    device=self.device,
-                    carrying=carries(self.program),
-                ),
-            )
+            made = Pipeline(
+                self._stages(), self.groups.pp, self.plan.layout, n=n_microbatches,
+                device=self.device, carrying=carries(self.program),
+            )  # fmt: skip
+            self._pipelines[kind] = cut, made
         return self._pipelines[kind][1]
 
     def _stages(self) -> list[nn.Module]:

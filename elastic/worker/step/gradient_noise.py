@@ -51,22 +51,9 @@ def cannot(plan: Plan, profile: ModelProfile, script: bool) -> str:
         return "with ep a rank has gradients of other ranks' samples"
     if layout.pp > 1 and any(spec.tied_to for spec in profile.specs):
         return "a tied tensor stands on two stages"
-    if (
-        len(
-            [
-                part
-                for part in parts_of(
-                    plan.samples,
-                    each_microbatches(
-                        layout, plan.samples, plan.n_microbatches, together=profile.together
-                    ),
-                    profile.together,
-                )
-                if part
-            ]
-        )
-        < 2
-    ):
+    samples, unit = plan.samples, profile.together
+    each = each_microbatches(layout, samples, plan.n_microbatches, together=unit)
+    if sum(part > 0 for part in parts_of(samples, each, unit)) < 2:
         return "one rank with one microbatch has only one batch size"
     return ""
 

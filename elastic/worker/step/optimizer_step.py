@@ -87,13 +87,9 @@ class Stepper(ForwardBackward):
         self.rules = job.guards
         self.memory: GuardMemory | None = None  # of the guards, in the training state
         self.trip: Trip | None = None  # of the newest step, where a guard has skipped it
-        self.noise_every = (
-            0
-            if cannot(plan, state.profile, isinstance(program, LoopProgram))
-            else job.noise_scale.every
-            if job.noise_scale
-            else 0
-        )
+        self.noise_every = job.noise_scale.every if job.noise_scale else 0
+        if cannot(plan, state.profile, isinstance(program, LoopProgram)):
+            self.noise_every = 0
         self.local = LocalGradients(state.models) if self.noise_every else None
         self.noise: tuple[float, float] | None = None  # of the newest step, where it was measured
         self._told: Pending | None = None  # what this rank has put into the newest commit
@@ -141,9 +137,8 @@ class Stepper(ForwardBackward):
             self.state.buffers.take_back()
             raise Tripped(self.trip, self.faulty_rank(self.trip))
         self._done(commit)
-        self.noise = (
-            self._noise(heard) if small and commit.finite and not commit.overflowed else None
-        )
+        known = small and commit.finite and not commit.overflowed
+        self.noise = self._noise(heard) if known else None
         return heard
 
     def _read(
@@ -208,19 +203,12 @@ class Stepper(ForwardBackward):
         """What the guards say of the step that is being done: a function of the commit, the
         training state and the plan."""
         step, n_blocks = self.state.step + 1, self.state.profile.n_blocks
-        names = [
-            "what is before the blocks",
-            *(f"block {i}" for i in range(n_blocks)),
-            "what is after the blocks",
-        ]
+        blocks = (f"block {i}" for i in range(n_blocks))
+        names = ["what is before the blocks", *blocks, "what is after the blocks"]
         if commit.overflowed and commit.finite and not self.loss_scale.exhausted:
             return None  # no more than a loss scale that was too large
-        found = judge(
-            self.rules,
-            self.memory,
-            commit,
-            blocks=dict(zip(names, commit.block_norms, strict=False)),
-        )
+        norms = dict(zip(names, commit.block_norms, strict=False))
+        found = judge(self.rules, self.memory, commit, blocks=norms)
         if found is None:
             return None
         in_a_row = self.memory.in_a_row if self.memory is not None else 0
@@ -298,18 +286,15 @@ class Stepper(ForwardBackward):
     def _add_summed(self, gradients: dict[str, torch.Tensor]) -> None:
         """Parameters of style "summed" are used for a part of the heads on each tp rank: one
         all-reduce for all of them."""
-        mine, mesh = (
-            [gradients[fqn] for fqn in sorted(self.state.summed) if fqn in gradients],
-            self.groups.mesh,
-        )
+        mesh = self.groups.mesh
+        mine = [gradients[fqn] for fqn in sorted(self.state.summed) if fqn in gradients]
         if not mine or mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
             return
         flat = torch.cat([gradient.flatten() for gradient in mine])
         with axis_range("tp shared gradients"):
             dist.all_reduce(flat, group=mesh.get_group("tp"))
-        for gradient, part in zip(
-            mine, flat.split([gradient.numel() for gradient in mine]), strict=True
-        ):
+        parts = flat.split([gradient.numel() for gradient in mine])
+        for gradient, part in zip(mine, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
     def _of_all_ranks(self, counts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -68,15 +68,8 @@ class SdcRow:
     @classmethod
     def of(cls, numbers: Sequence[float]) -> SdcRow:
         there, loss, wrong, kind, low, high, good, check_s, step_s = numbers
-        return cls(
-            loss if there else math.nan,
-            wrong > 0,
-            int(kind),
-            (int(low), int(high)),
-            int(good),
-            check_s,
-            step_s,
-        )
+        loss, content = loss if there else math.nan, (int(low), int(high))
+        return cls(loss, wrong > 0, int(kind), content, int(good), check_s, step_s)
 
 
 @dataclass(frozen=True)
@@ -101,14 +94,8 @@ def _by_content(rows: Sequence[SdcRow], layout: Layout) -> SdcFinding | None:
     odd: list[int] = []
     for replicas in axis_groups(layout, ("dp_replicate",)) if layout.dp_replicate > 1 else ():
         odd += _odd({rank: (rows[rank].kind, rows[rank].content) for rank in replicas})
-    return (
-        SdcFinding(
-            tuple(sorted(odd)),
-            f"the training state of {_named(odd)} differs from that of its replicas",
-        )
-        if odd
-        else None
-    )
+    text = f"the training state of {_named(odd)} differs from that of its replicas"
+    return SdcFinding(tuple(sorted(odd)), text) if odd else None
 
 
 def _by_loss(rows: Sequence[SdcRow], layout: Layout, exact: bool) -> SdcFinding | None:
@@ -150,11 +137,8 @@ def _odd(answers: dict[int, tuple[object, object]]) -> list[int]:
     for kind in {kind for kind, _ in answers.values()}:
         here = {one: said for one, (its, said) in answers.items() if its == kind}
         most, n = Counter(here.values()).most_common(1)[0]
-        odd += (
-            [one for one, said in here.items() if said != most or 2 * n <= len(here)]
-            if n < len(here)
-            else []
-        )
+        if n < len(here):
+            odd += [one for one, said in here.items() if said != most or 2 * n <= len(here)]
     return sorted(odd)
 
 
@@ -197,16 +181,12 @@ class SdcCheck:
         finding = compare(rows, self.plan.layout, self.exact)
         if finding is not None and finding.by_loss:
             again = self._ask(step, batches, step_s)
-            finding = (
-                compare(again, self.plan.layout, self.exact) if self._repeats(rows, again) else None
-            )
+            repeats = self._repeats(rows, again)
+            finding = compare(again, self.plan.layout, self.exact) if repeats else None
         if self.auto:
-            needs = (
-                max(row.check_s for row in rows)
-                / AUTO_SHARE
-                / max(1e-9, statistics.mean(row.step_s for row in rows))
-            )
-            self.every = max(AUTO_EVERY, math.ceil(needs))
+            check_s = max(row.check_s for row in rows)
+            step_s = max(1e-9, statistics.mean(row.step_s for row in rows))
+            self.every = max(AUTO_EVERY, math.ceil(check_s / AUTO_SHARE / step_s))
         self._due = self._next(step)
         good_step = max(row.good_step for row in rows)
         if finding is None:
@@ -218,11 +198,8 @@ class SdcCheck:
 
     def _repeats(self, rows: Sequence[SdcRow], again: Sequence[SdcRow]) -> bool:
         """A program whose losses are others each time cannot be checked by them."""
-        pairs = [
-            (one.loss, two.loss)
-            for one, two in zip(rows, again, strict=True)
-            if not math.isnan(one.loss)
-        ]
+        each = zip(rows, again, strict=True)
+        pairs = [(one.loss, two.loss) for one, two in each if not math.isnan(one.loss)]
         most = 0.0 if self.exact else NEARLY
         self.repeats = 2 * sum(abs(one - two) <= most * abs(one) for one, two in pairs) > len(pairs)
         if not self.repeats:
@@ -254,16 +231,12 @@ class SdcCheck:
             for fqn, kept in state.owner_update.kept.items()
             for entry in kept
         }
-        names = sorted(
-            name
-            for name, (box, tensor) in state.tensors.items()
-            if name not in shared and tensor.numel()
-        )
+        held = state.tensors.items()
+        names = sorted(name for name, (_, x) in held if name not in shared and x.numel())
         start = step // max(1, self.every) * TENSORS
         chosen = {names[(start + i) % len(names)] for i in range(min(TENSORS, len(names)))}
-        total = digest(
-            state.tensors, {name: state.tensors[name][0].sizes for name in chosen}, sorted(chosen)
-        )
+        sizes = {name: state.tensors[name][0].sizes for name in chosen}
+        total = digest(state.tensors, sizes, sorted(chosen))
         return total % (1 << 32), total >> 32
 
     def _loss(self, batches: Sequence[Batch]) -> float:
@@ -283,16 +256,11 @@ class SdcCheck:
         """The first sample of that data-parallel rank: what others would read belongs to their
         loader's threads."""
         layout, groups = self.plan.layout, self.stepper.groups
-        source = next(
-            rank
-            for rank in range(layout.world_size)
-            if coordinates(layout, rank).dp(layout) == source_dp
-        )
-        mine = (
-            {key: value[:1].cpu().clone() for key, value in batches[0].items()}
-            if self.stepper.rank == source
-            else None
-        )
+        ranks = range(layout.world_size)
+        source = next(r for r in ranks if coordinates(layout, r).dp(layout) == source_dp)
+        mine = None
+        if self.stepper.rank == source:
+            mine = {key: value[:1].cpu().clone() for key, value in batches[0].items()}
         return broadcast_tensors(mine, source, groups.commit)
 
 

@@ -51,9 +51,8 @@ class Sums(dict[str, float]):
 
     def per_token(self, tokens: float, where: str) -> dict[str, float]:
         """As they are told of a step. Raises ProgramError for names that cannot be told."""
-        return {
-            name: value / max(1.0, tokens) for name, value in checked_names(self, where).items()
-        }
+        found = checked_names(self, where)
+        return {name: value / max(1.0, tokens) for name, value in found.items()}
 
     def means(self) -> dict[str, float]:
         """Divided by the sum that is called "count". Raises ProgramError where there is none."""

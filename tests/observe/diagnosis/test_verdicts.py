@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ from support.observe import small_run
 from support.observe.bound_runs import BATCH, GPU, MODEL, BoundRun, evidence_of
 
 from elastic.api.diagnose import diagnosed, step_parts
-from elastic.observe.diagnosis.step_verdicts import computing, loads, mfu, verdicts
-from elastic.observe.diagnosis.verdicts import WORTH, RunVerdict
+from elastic.observe.accounting.model_flops import mfu
+from elastic.observe.diagnosis.evidence import Evidence
+from elastic.observe.diagnosis.step_verdicts import computing, loads, verdicts
+from elastic.observe.diagnosis.verdicts import WORTH, RunVerdict, percent
 from elastic.storage import LocalStorage
 from elastic.types import (
     Copy,
@@ -213,14 +216,23 @@ def test_a_layout_that_computes_twice_says_so() -> None:
     assert "activation_checkpointing" in verdict.advice
 
 
+def of_main(seen: Evidence) -> float | None:
+    assert seen.main is not None
+    return mfu(seen.state, seen.main.plan, seen.nodes, step_s=median(seen.main.steps_s))
+
+
 def test_mfu_is_the_models_own_work_over_the_peak() -> None:
     seen = evidence_of(QUIET.with_(hardware=known()).lines())
     assert seen.main is not None and MODEL.sample is not None
-    assert mfu(seen, seen.main) == pytest.approx(MODEL.sample.flop * BATCH / (4 * 9.9e14))
+    reached = MODEL.sample.flop * BATCH / (4 * 9.9e14)
+    assert of_main(seen) == pytest.approx(reached)
+    assert (
+        f"{percent(reached)} of the peak" in found(QUIET.with_(hardware=known()))["compute"].number
+    )
     assert step_parts(seen, seen.main.plan)["products"] > 0
     alone = evidence_of(QUIET.lines())
     assert alone.main is not None
-    assert mfu(alone, alone.main) == 0.0 and step_parts(alone, alone.main.plan) == {}
+    assert of_main(alone) is None and step_parts(alone, alone.main.plan) == {}
 
 
 def test_processes_on_cpus_are_not_said_to_wait_for_the_network() -> None:

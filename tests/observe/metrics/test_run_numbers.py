@@ -133,6 +133,10 @@ def test_mfu_is_there_where_the_flops_and_the_peaks_are_known() -> None:
     assert values(numbers(given).samples())["elastic_mfu_ratio",] == pytest.approx(0.08)
     given[0] = replace(given[0], events=((T0, replace(known, hardware=())),))
     assert numbers(given).mfu is None
+    low = replace(peak, flop_per_s=(("float8", 2e11),))
+    in_float8 = replace(known, hardware=(low,), job={**known.job, "float8": True})
+    given[0] = replace(given[0], events=((T0, in_float8),))
+    assert numbers(given).mfu == pytest.approx(0.04), "the peak is that of its products"
     assert NodePrepared("a", sample=sample).sample == sample
 
 

@@ -15,8 +15,12 @@ from elastic.errors import SpecError
 from elastic.storage import open_storage
 from elastic.worker.checkpoint.checkpoint_format import METADATA, Damaged
 from elastic.worker.checkpoint.foreign_dcp import open_plain
-from elastic.worker.program.safetensor_files import INDEX, safetensor_paths, write_files
-from elastic.worker.program.weights import WeightFiles
+from elastic.worker.program.safetensor_files import (
+    INDEX,
+    SafetensorFiles,
+    safetensor_paths,
+    write_files,
+)
 
 
 def dcp_index(folder: Path) -> Target:
@@ -45,7 +49,7 @@ def safetensors(folder: Path) -> list[Target]:
 
     def read(data: bytes) -> Any:
         path.write_bytes(data)
-        found = WeightFiles(path)
+        found = SafetensorFiles(path)
         try:
             return sorted(found.tensors.items())
         finally:

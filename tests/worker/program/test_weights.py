@@ -20,9 +20,10 @@ from elastic.errors import SpecError
 from elastic.program import Program, Weights, load_program
 from elastic.types import Box, Job, Layout
 from elastic.worker.process_groups.groups import Groups
-from elastic.worker.program import weights as weight_files
+from elastic.worker.program import safetensor_files
 from elastic.worker.program.model_profile import trace
-from elastic.worker.program.weights import WeightFiles, cut
+from elastic.worker.program.safetensor_files import SafetensorFiles
+from elastic.worker.program.weights import cut
 from elastic.worker.state.train_state import TrainState
 
 
@@ -68,15 +69,15 @@ def with_weights(path: Path, file: str = "tiny.py", **more: Any) -> Program:
 def test_any_box_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(weight_files, "RUN_BYTES", run_bytes)
-    monkeypatch.setattr(weight_files, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(safetensor_files, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(safetensor_files, "CHUNK_BYTES", chunk_bytes)
     tensors = {
         "a": torch.randn(7, 5),
         "b": torch.randn(4, 3, 6).bfloat16(),
         "c": torch.tensor(2.5),
         "d": torch.arange(9),
     }
-    files = WeightFiles(stored(tmp_path / "w", tensors, 2))
+    files = SafetensorFiles(stored(tmp_path / "w", tensors, 2))
     boxes = [
         ("a", (0, 0), (7, 5)), ("a", (2, 1), (4, 3)), ("a", (6, 0), (1, 5)), ("b", (1, 0, 0), (3, 3,
         6)), ("c", (), ()), ("b", (1, 1, 0), (2, 2, 6)), ("b", (0, 0, 2), (4, 3, 3)), ("d", (4,),
@@ -228,5 +229,5 @@ def test_loading_needs_the_shard_and_a_chunk(tmp_path: Path, layout: str) -> Non
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["model_bytes"] > 180e6 and found["shard_bytes"] < 0.35 * found["model_bytes"]
     assert found["right"]
-    allowed = found["shard_bytes"] + 2 * weight_files.CHUNK_BYTES
+    allowed = found["shard_bytes"] + 2 * safetensor_files.CHUNK_BYTES
     assert 0.5 * found["shard_bytes"] < found["peak_bytes"] < allowed, found

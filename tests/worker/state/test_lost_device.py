@@ -143,7 +143,8 @@ def test_of_a_lost_device_only_what_lies_in_host_memory_is_taken_along() -> None
     copies.flight = SimpleNamespace(stored=True, step=4, own=None, incoming={1: lease})  # type: ignore[assignment]
     copies.kept, copies._flat, copies.alone = {1: []}, {1: Flat([])}, False
     generation = Generation.__new__(Generation)
-    generation.state, generation.copies, generation.device_lost = None, copies, False
+    generation.state, generation.device_lost = None, False
+    generation.copies = SimpleNamespace(replicas=copies)  # type: ignore[assignment]
     generation.place = SimpleNamespace(  # type: ignore[assignment]
         held=[device, host, moved], lose_device=lambda: None, profile=ModelProfile(4, 0, ())
     )

@@ -44,6 +44,8 @@ SKIP = Guards.model_validate({"not_finite": "skip"}).model_dump()
 STEPS, NAN_AT = 12, 3
 ALONE = Plan(1, Layout(), (WorkerId("node0", 0),), (12,), (4,), 1)
 
+NO_COPIES = SimpleNamespace(replicas=SimpleNamespace(unacknowledged=list))
+
 
 def bad_seed() -> int:
     """Sample 77 comes in step NAN_AT, and not again in an epoch, which has more steps than the
@@ -171,7 +173,7 @@ def test_a_step_that_is_broken_off_may_still_be_applied(
     left = Generation(
         place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False)
     )  # type: ignore[arg-type]
-    left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
+    left.state, left.copies = state, NO_COPIES  # type: ignore[assignment]
     for _ in range(2):
         left.take_along()
         assert [(held.kind, held.step) for held in place.held] == [("live", 0)]
@@ -216,7 +218,7 @@ def test_a_state_in_the_middle_of_an_update_is_that_of_no_step(begun: Any) -> No
     left = Generation(
         place, EnterOrder(ALONE, 0, Rendezvous(ALONE.ranks, ("", 0))), lambda: (False, False)
     )  # type: ignore[arg-type]
-    left.state, left.copies = state, SimpleNamespace(unacknowledged=list)  # type: ignore[assignment]
+    left.state, left.copies = state, NO_COPIES  # type: ignore[assignment]
     left.take_along()
     assert [held.kind for held in place.held] == ["live"]
     state.dirty = True  # the optimizer was interrupted
@@ -294,7 +296,7 @@ def test_frozen_weights_go_when_their_generation_is_left(tmp_path: Path) -> None
     state = left.state = TrainState(
         program, trace(program), left.groups, layout=Layout(), layers=(4,), rank=0, job=Job()
     )
-    left.copies = SimpleNamespace(unacknowledged=list, close=list)  # type: ignore[assignment]
+    left.copies = SimpleNamespace(replicas=NO_COPIES.replicas, close=list)  # type: ignore[assignment]
     state.read_frozen()
     state.fill_fresh(7)
     frozen = [tensor for _, tensor in state.frozen.values()]

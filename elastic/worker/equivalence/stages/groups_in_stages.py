@@ -10,7 +10,7 @@ import torch
 
 from elastic.program import Program
 from elastic.types import ModelProfile
-from elastic.worker.equivalence.blocks_in_stages import even, one_weight
+from elastic.worker.equivalence.blocks_in_stages import even, in_two_stages
 from elastic.worker.equivalence.forward_trace import Batch, eager_flex_attention, shape_of, told
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.equivalence.stages.unit_flow import flow_of
@@ -23,11 +23,8 @@ STAGES = 4  # tried, so that a group is cut too and not only parted from the nex
 
 def groups_in_stages(program: Program, profile: ModelProfile, batch: Batch, *, here: Batch) -> str:
     """'' = they may. `batch`: of one sample, on the CPU; `here`: where the model is followed."""
-    if names := one_weight(profile):
-        return (
-            f"{names[0]} and {names[1]} are one weight, which two stages would hold; take pp=1, or "
-            "two weights"
-        )
+    if problem := in_two_stages(profile):
+        return problem
     inputs = inputs_of(program, here)
     if not isinstance(inputs, torch.Tensor):
         return (

@@ -102,13 +102,10 @@ def _states(
     parameter = _parameter(spec, device)
     optimizer = Optimizers(program, every, {spec.fqn: parameter}).owner(spec.fqn)
     for _ in range(STEPS):
-        parameter.grad = torch.empty_like(parameter) if device == "meta" else _gradient(parameter)
+        drawn = torch.rand(parameter.shape, device=device, dtype=torch.float32)
+        parameter.grad = drawn.sub_(0.3).to(parameter.dtype)
         step_of(optimizer)
         yield optimizer.state.get(parameter, {})
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.rand(parameter.shape, dtype=torch.float32).sub_(0.3).to(parameter.dtype)
 
 
 class WithoutValues(TorchDispatchMode):
