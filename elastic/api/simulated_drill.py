@@ -75,6 +75,7 @@ def simulate_drill(
         leaves_out=True,
         begins_anew=True,
         waits_to_save=True,
+        saves_again=True,
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

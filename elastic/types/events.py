@@ -39,6 +39,8 @@ class DriverStarted(Event):
     `begins_anew`: a run that stores checkpoints and has lost its state before the first one begins
     anew, whatever that costs (else it ends, where that is much): likewise. `waits_to_save`: the
     checkpoint of the last step is tried for `orphan_lease_s` (else a few times): likewise.
+    `saves_again`: so is that of a stop, as far as budget and deadline allow (else the run ends at
+    the first one that is refused): likewise.
     """
 
     run: str
@@ -60,6 +62,7 @@ class DriverStarted(Event):
     leaves_out: bool = False
     begins_anew: bool = False
     waits_to_save: bool = False
+    saves_again: bool = False
 
 
 @dataclass(frozen=True)

@@ -268,6 +268,7 @@ class JobRun:
             leaves_out=True,
             begins_anew=True,
             waits_to_save=True,
+            saves_again=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

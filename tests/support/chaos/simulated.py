@@ -254,6 +254,7 @@ class Outliving(SimBackend):
             forms_ahead=self.forms_ahead,
             leaves_out=self.leaves_out,
             waits_to_save=True,
+            saves_again=True,
         )
         if not attaches:  # what has come since stands there, and nobody has prepared it
             self._out = [
@@ -427,7 +428,7 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
     backend.leaves_out = seed >= APART_FROM
     start = DriverStarted(
         "random", 1, job, pools, MODEL, forms_ahead=backend.forms_ahead,
-        leaves_out=backend.leaves_out, waits_to_save=True,
+        leaves_out=backend.leaves_out, waits_to_save=True, saves_again=True,
     )  # fmt: skip
     while True:
         epoch = backend.n_died + 1
