@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elastic.errors import ElasticError, InternalError, unwritten
+from elastic.errors import ElasticError, InternalError, Interrupted, unwritten
 from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state.fold import ENDED, Change, State, changes, fold, folded
@@ -348,12 +348,8 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """Names of the signals that ask for a stop, as they come; only the main thread may set
-    handlers."""
+    """Names of the signals that ask for a stop, as they come."""
     asked: list[str] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
 
     def note(number: int, frame: Any) -> None:
         text = f"signal {signal.Signals(number).name}"
@@ -361,12 +357,36 @@ def stop_signals() -> Iterator[list[str]]:
         if number != signal.SIGHUP or text not in asked:
             asked.append(text)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with _handled(note, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield asked
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise Interrupted, as Ctrl-C raises KeyboardInterrupt: what was started is
+    taken down. Once: that takes a moment, in which the next one is passed over."""
+
+    def end(number: int, frame: Any) -> None:
+        for one in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(one, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    with _handled(end, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Only the main thread may set handlers. SIGHUP not where it is ignored, as under nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -18,11 +18,12 @@ from elastic.driver import (
     COLLECT_EVERY,
     LINE_EVERY_S,
     drive,
+    interruptible,
     restored,
     seldom_collected,
     stop_signals,
 )
-from elastic.errors import LostContact, StateLost, StorageFull
+from elastic.errors import Interrupted, LostContact, StateLost, StorageFull
 from elastic.ledger.journal import Journal, MemoryJournal, read
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
@@ -242,6 +243,20 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     assert not any(isinstance(a, Quiesce) for a in backend.actions) and isinstance(
         backend.actions[-1], Stop
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_loop_takes_down_what_was_started(number: signal.Signals) -> None:
+    before, done = signal.getsignal(number), []
+    with pytest.raises(Interrupted) as found, interruptible():
+        try:
+            signal.raise_signal(number)
+            done.append("it goes on")
+        finally:
+            signal.raise_signal(number)  # a second one, while that is under way
+            done.append("taken down")
+    assert found.value.code == 128 + number and done == ["taken down"]
+    assert signal.getsignal(number) is before
 
 
 def test_a_closed_terminal_asks_once_however_often_it_says_so_and_not_at_all_under_nohup() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,6 +152,15 @@ def test_ctrl_c_and_a_reader_that_has_had_enough(
     monkeypatch.setattr(read_commands.find_runs, "all_runs", breaks_off)
     monkeypatch.setattr(sys.stderr, "close", lambda: None)
     assert called(capsys, "ls") == (code, "", line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_a_run_has_begun_is_one_line(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "run", lambda *given, **named: signal.raise_signal(number))
+    line = f"elastic: ended by {number.name}; nothing that it had started is left\n"
+    assert called(capsys, "run", "nowhere") == (128 + number, "", line)
 
 
 def test_help_brings_neither_torch_nor_ray() -> None:

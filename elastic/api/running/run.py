@@ -27,7 +27,7 @@ from elastic.config.job import JobSpec
 from elastic.config.pool_checks import check_budget, check_fit, fed
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
-from elastic.driver import Backend, drive, restored, seldom_collected
+from elastic.driver import Backend, drive, interruptible, restored, seldom_collected
 from elastic.errors import SpecError, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
@@ -166,7 +166,7 @@ class JobRun:
         return self.place.journal
 
     def to_the_end(self) -> Result:
-        with ExitStack() as stack:
+        with interruptible(), ExitStack() as stack:
             observers = self._observers(stack)
             layouts = self._layouts(stack)
             lease = taken(self.storage, self.name)
