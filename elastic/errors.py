@@ -88,6 +88,8 @@ class Interrupted(SystemExit):
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# of a file system: settings, which asking again does not change
+REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def unwritten(trouble: BaseException, text: str) -> ElasticError:

@@ -18,12 +18,11 @@ from elastic.driver import (
     COLLECT_EVERY,
     LINE_EVERY_S,
     drive,
-    interruptible,
     restored,
     seldom_collected,
     stop_signals,
 )
-from elastic.errors import Interrupted, LostContact, StateLost, StorageFull
+from elastic.errors import LostContact, SpecError, StateLost, StorageFull, StorageRefused
 from elastic.ledger.journal import Journal, MemoryJournal, read
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
@@ -243,20 +242,6 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     assert not any(isinstance(a, Quiesce) for a in backend.actions) and isinstance(
         backend.actions[-1], Stop
     )
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_the_loop_takes_down_what_was_started(number: signal.Signals) -> None:
-    before, done = signal.getsignal(number), []
-    with pytest.raises(Interrupted) as found, interruptible():
-        try:
-            signal.raise_signal(number)
-            done.append("it goes on")
-        finally:
-            signal.raise_signal(number)  # a second one, while that is under way
-            done.append("taken down")
-    assert found.value.code == 128 + number and done == ["taken down"]
-    assert signal.getsignal(number) is before
 
 
 def test_a_closed_terminal_asks_once_however_often_it_says_so_and_not_at_all_under_nohup() -> None:
@@ -587,3 +572,27 @@ def test_garbage_is_looked_for_seldom_while_a_run_lasts_and_as_before_afterwards
         assert gc.get_freeze_count() > frozen, "what is there already is not looked at"
         raise KeyError
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "most_s"),
+    [
+        (OSError(errno.EROFS, "Read-only file system"), SpecError, 5.0),
+        (StorageRefused("s3://b/x: PutObject was refused (AccessDenied)"), SpecError, 5.0),
+        (TimeoutError("503 SlowDown"), LostContact, 65.0),
+    ],
+)
+@pytest.mark.parametrize("whose", ["lease", "journal"])
+def test_a_run_that_cannot_begin_says_so_and_does_not_wait_for_ever(
+    trouble: Exception, kind: type, most_s: float, whose: str
+) -> None:
+    journal = MemoryJournal()
+    backend = Away("")
+    backend.certain, backend.trouble = whose == "journal", trouble if whose == "lease" else None
+    if whose == "journal":
+        journal.trouble, journal.settled = trouble, False
+    backend.poll = lambda until_s: Tiny.poll(backend, until_s)  # type: ignore[method-assign]
+    with pytest.raises(kind, match=str(trouble.args[-1]).partition("(")[0]):
+        drive(backend, journal, start(job=JOB | {"orphan_lease_s": 60.0}))
+    assert backend.closed == 1 and backend.time_s < most_s
+    assert not [action for action in backend.actions if isinstance(action, EnterPlan)]
