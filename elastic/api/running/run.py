@@ -62,6 +62,7 @@ from elastic.worker.hosting.resume_checks import (
     taken,
     warn_of_clock,
     with_few,
+    writable,
 )
 
 if TYPE_CHECKING:
@@ -172,15 +173,17 @@ class JobRun:
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
             with self._phase("the journal of earlier drivers was read"):
-                before, stored, state = self._before()
+                with writable(str(self.place.folder)):
+                    before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
             with self._phase("the model was traced, its layouts were checked"):
                 start = self._start(lease.epoch, before, state, layouts=layouts)
             with self._phase("Ray was reached"):
                 backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
-            find_runs.remember(self.place, self.options.words)
-            journal = self.place.open_journal(lease.epoch, stored, self._cut)
+            with writable(str(self.place.folder)):
+                find_runs.remember(self.place, self.options.words)
+                journal = self.place.open_journal(lease.epoch, stored, self._cut)
             journal.hear = [observers.hear, *([self.terminal.hear] if self.terminal else [])]
             stack.callback(journal.close)
             observers.start(before, lease.epoch)
