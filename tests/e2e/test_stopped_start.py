@@ -36,7 +36,10 @@ def folder() -> Iterator[Path]:
 def test_nothing_is_left_of_it(
     shell: Shell, folder: Path, moment: str, number: signal.Signals
 ) -> None:
-    shell.environment |= {"TMPDIR": str(folder), "ELASTIC_LAYOUTS": str(shell.root / "layouts")}
+    shell.environment |= {
+        "TMPDIR": str(folder), "ELASTIC_LAYOUTS": str(shell.root / "layouts"),
+        "TORCHINDUCTOR_CACHE_DIR": str(shell.root / "torch"),  # which it makes when it is imported
+    }  # fmt: skip
     shared = {*Path("/dev/shm").iterdir()}
     process = shell.start("run", shell.job(), "--run-name", "one")
     until(
