@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elastic.errors import ElasticError, InternalError, unwritten
+from elastic.errors import REFUSALS, ElasticError, InternalError, Interrupted, SpecError, unwritten
 from elastic.ledger.journal import Line
 from elastic.policy.decide import decide as decide_by_default
 from elastic.policy.state.fold import ENDED, Change, State, changes, fold, folded
@@ -244,9 +244,9 @@ class _Storage:
 
 @dataclass
 class _Wait:
-    """Only the end of a run waits until its line is where the next driver finds it and nobody else
-    can have the run: at most `end_most_s`, and not at all where the budget or the deadline says
-    so."""
+    """Only the end of a run, and its begin, wait until its line is where the next driver finds it
+    and nobody else can have the run: at most `end_most_s`, and not at all where the budget or the
+    deadline says so."""
 
     backend: Backend
     journal: Recorder
@@ -256,13 +256,15 @@ class _Wait:
 
     def carry_out(self, state: State, now_s: float, n_asked: int) -> bool:
         """True = actions were. Raises LostContact, or StorageFailed where a disk is full, when the
-        wait was too long."""
+        wait was too long; SpecError where storage refuses what is written before anything has
+        begun."""
         ends, certain = (
             any(isinstance(action, Stop) for action in self.actions),
             _is_certain(self.backend),
         )
         written = certain and self.journal.settled
-        over = ends or n_asked > 0 or 0 < state.steps <= state.step
+        begins = not ends and _has_not_begun(state)
+        over = ends or begins or n_asked > 0 or 0 < state.steps <= state.step
         self._since_s = (
             (now_s if self._since_s is None else self._since_s) if over and not written else None
         )
@@ -275,18 +277,28 @@ class _Wait:
             done, self.actions = self.actions, ()
         for action in done:
             self.backend.execute(action)
-        if too_long and not certain and not done:
-            trouble = (
-                getattr(self.backend, "trouble", None)
-                or self.journal.trouble
-                or TimeoutError("no answer")
-            )
+        trouble = getattr(self.backend, "trouble", None) or self.journal.trouble
+        if begins and not written and trouble is not None and _is_refusal(trouble):
+            raise SpecError(f"run '{state.run}' has not begun, its storage refuses it: {trouble}")
+        if too_long and (begins or (not certain and not done)):
+            trouble = trouble or TimeoutError("no answer")
             text = (
                 f"run '{state.run}': ended at step {state.step} without a recorded reason, last "
                 f"checkpoint at step {state.saved_step}"
             )
             raise unwritten(trouble, f"{text}; run it again when its storage takes writes")
         return bool(done)
+
+
+def _has_not_begun(state: State) -> bool:
+    """No plan was ever entered that this driver knows of, and nobody holds any state."""
+    waits = state.phase == "waiting" and state.last_step is None
+    return waits and not state.holdings and state.away is not None
+
+
+def _is_refusal(trouble: Exception) -> bool:
+    """It lasts until a person changes something."""
+    return isinstance(trouble, SpecError) or getattr(trouble, "errno", None) in REFUSALS
 
 
 def _later(wake_at_s: float | None, now_s: float) -> float | None:
@@ -348,12 +360,8 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """Names of the signals that ask for a stop, as they come; only the main thread may set
-    handlers."""
+    """Names of the signals that ask for a stop, as they come."""
     asked: list[str] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
 
     def note(number: int, frame: Any) -> None:
         text = f"signal {signal.Signals(number).name}"
@@ -361,12 +369,36 @@ def stop_signals() -> Iterator[list[str]]:
         if number != signal.SIGHUP or text not in asked:
             asked.append(text)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with _handled(note, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield asked
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise Interrupted, as Ctrl-C raises KeyboardInterrupt: what was started is
+    taken down. Once: that takes a moment, in which the next one is passed over."""
+
+    def end(number: int, frame: Any) -> None:
+        for one in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(one, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    with _handled(end, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Only the main thread may set handlers. SIGHUP not where it is ignored, as under nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -78,7 +78,18 @@ class LostContact(ElasticError):
     exit_code = 4
 
 
+class Interrupted(SystemExit):
+    """A signal has asked this process to end before the loop of a run heard of it: whatever was
+    started is taken down, and the exit code is 128 + its number, as a shell has it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# of a file system: settings, which asking again does not change
+REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def unwritten(trouble: BaseException, text: str) -> ElasticError:

@@ -22,7 +22,7 @@ from elastic.driver import (
     seldom_collected,
     stop_signals,
 )
-from elastic.errors import LostContact, StateLost, StorageFull
+from elastic.errors import LostContact, SpecError, StateLost, StorageFull, StorageRefused
 from elastic.ledger.journal import Journal, MemoryJournal, read
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
@@ -572,3 +572,27 @@ def test_garbage_is_looked_for_seldom_while_a_run_lasts_and_as_before_afterwards
         assert gc.get_freeze_count() > frozen, "what is there already is not looked at"
         raise KeyError
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "most_s"),
+    [
+        (OSError(errno.EROFS, "Read-only file system"), SpecError, 5.0),
+        (StorageRefused("s3://b/x: PutObject was refused (AccessDenied)"), SpecError, 5.0),
+        (TimeoutError("503 SlowDown"), LostContact, 65.0),
+    ],
+)
+@pytest.mark.parametrize("whose", ["lease", "journal"])
+def test_a_run_that_cannot_begin_says_so_and_does_not_wait_for_ever(
+    trouble: Exception, kind: type, most_s: float, whose: str
+) -> None:
+    journal = MemoryJournal()
+    backend = Away("")
+    backend.certain, backend.trouble = whose == "journal", trouble if whose == "lease" else None
+    if whose == "journal":
+        journal.trouble, journal.settled = trouble, False
+    backend.poll = lambda until_s: Tiny.poll(backend, until_s)  # type: ignore[method-assign]
+    with pytest.raises(kind, match=str(trouble.args[-1]).partition("(")[0]):
+        drive(backend, journal, start(job=JOB | {"orphan_lease_s": 60.0}))
+    assert backend.closed == 1 and backend.time_s < most_s
+    assert not [action for action in backend.actions if isinstance(action, EnterPlan)]

@@ -76,6 +76,7 @@ def simulate_drill(
         begins_anew=True,
         waits_to_save=True,
         blames_program=True,
+        saves_again=True,
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

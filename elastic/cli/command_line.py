@@ -25,7 +25,8 @@ from elastic.cli.parser import Parser, carry_out, verb
 
 EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where),
 3 stopped by a person or budget, 4 the driver has lost its run (storage out of reach, its Ray
-cluster gone, or another one drives it): run it again
+cluster gone, or another one drives it): run it again, 130 or 143 a signal ended it before
+the run began
 
 JOB is a folder with job.yaml and program.py; RUN is a run name, its folder or its URI;
 or how its name begins, or the name of a job: its newest run.

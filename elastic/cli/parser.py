@@ -7,13 +7,14 @@ import argparse
 import errno
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
 
-from elastic.errors import ElasticError, SpecError, alike, in_one_line
+from elastic.errors import ElasticError, Interrupted, SpecError, alike, in_one_line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 
@@ -153,6 +154,10 @@ def carry_out(given: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("elastic: interrupted", file=sys.stderr)
         return EXIT["stopped"]
+    except Interrupted as error:
+        name = signal.Signals(error.number).name
+        print(f"elastic: ended by {name}; nothing that it had started is left", file=sys.stderr)
+        return 128 + error.number
     except BrokenPipeError:
         sys.stderr.close()  # the reader, as in `| head`, has had enough
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from elastic import api
 from elastic.api.running.supervise import command_of, supervised
 from elastic.cli.parser import EXIT, add_overrides, overrides, verb
-from elastic.errors import ElasticError, SpecError
+from elastic.driver import interruptible
+from elastic.errors import ElasticError, Interrupted, SpecError
 from elastic.observe import find_runs
 from elastic.types import is_auto, named_after_auto, parse_layout
 
@@ -103,6 +105,15 @@ def _add_watching(made: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
+    """A signal that comes before the run's loop hears it, or after that, ends it at once."""
+    try:
+        with interruptible():
+            return _ran(given)
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT) from None
+
+
+def _ran(given: argparse.Namespace) -> int:
     if given.supervise:
         if not given.run_name:
             given.refuse(

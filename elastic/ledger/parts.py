@@ -266,7 +266,7 @@ class Packing:
     ) -> None:
         self._storage.put(name.key("xz"), pack(path.read_bytes(), counted))
         self._storage.put(name.key("state"), line().encode())
-        path.unlink()
+        path.unlink(missing_ok=True)  # a driver that took over meanwhile has put it aside
         for key in [key for key in self._storage.list(PREFIX) if key.endswith(".state")][
             :-KEPT_STATES
         ]:

@@ -92,10 +92,7 @@ def decide(state: State, now_s: float) -> Decision:
         return found
     wish = stopping.stop_wish(state, now_s)
     if wish:
-        bound_s = wish.at_s + limits.stop_most_s(state)
-        return together(
-            found, Decision(wake_at_s=None if state.away and not wish.limit else bound_s)
-        )
+        return together(found, Decision(wake_at_s=stopping.look_again_s(state, wish, now_s)))
     if state.stop:
         return stopping.put_off(state, state.stop, found)
     if state.phase == "running" and state.rest_steps <= 0:

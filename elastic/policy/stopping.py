@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from elastic.policy import restarts
 from elastic.policy.copies import recovery
-from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, removal, tried_until_s
+from elastic.policy.copies.retention import (
+    COPY_TRIES,
+    COPY_WAIT_S,
+    removal,
+    stop_refused,
+    tried_until_s,
+)
 from elastic.policy.faults import recurring_breaks, retries
 from elastic.policy.pools import limits
 from elastic.policy.state.state import State, StopWish
@@ -32,9 +40,35 @@ def ended(state: State, now_s: float) -> Decision | None:
 def stop_wish(state: State, now_s: float) -> StopWish | None:
     """The wish to stop, also when the budget or the time has run out since the last event. A
     person's waits for storage: it would end what nobody can save."""
-    if state.stop and (state.stop.limit or not state.away or state.quiescing):
-        return state.stop
-    return limits.wish(state, now_s)
+    wish = state.stop
+    if wish is None or (state.away and not wish.limit and not state.quiescing):
+        return limits.wish(state, now_s)
+    return (limits.wish(state, now_s) if stop_refused(state) else None) or wish
+
+
+def bound_s(state: State, wish: StopWish, now_s: float) -> float:
+    """Until when a wish to stop waits for its checkpoint: a person's for `orphan_lease_s` where
+    storage refuses it, and no longer than the budget lasts."""
+    most_s = limits.stop_most_s(state)
+    if stop_refused(state) and not wish.limit:
+        most_s = max(most_s, state.job.orphan_lease_s)
+    spent_s = limits.spent_at_s(state, now_s) if _refuses(state) else math.inf
+    return min(wish.at_s + most_s, max(wish.at_s, spent_s))
+
+
+def _refuses(state: State) -> bool:
+    return state.saves_again and state.copy_failed is not None
+
+
+def look_again_s(state: State, wish: StopWish, now_s: float) -> float | None:
+    """When a run that is to stop is looked at again if nothing happens."""
+    if state.away and not wish.limit:
+        return None
+    until_s = bound_s(state, wish, now_s)
+    if not _refuses(state):
+        return until_s
+    times = [until_s, *([] if wish.limit else limits.wakes(state, now_s))]
+    return min((at_s for at_s in times if at_s > now_s), default=None)
 
 
 def only_saves(state: State, now_s: float) -> bool:
@@ -67,44 +101,70 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
     wish = stop_wish(state, now_s)
     if wish is None:
         return None
-    bound_s = wish.at_s + limits.stop_most_s(state)
+    until_s = bound_s(state, wish, now_s)
     if state.job.restarted:
-        return _end_script(state, wish, now_s, bound_s=bound_s)
+        return _end_script(state, wish, now_s, bound_s=until_s)
     if state.durable_s:  # how long saving takes is known, and that much was kept for it
-        bound_s = min(bound_s, max(wish.at_s, limits.spent_at_s(state, now_s)))
+        until_s = min(until_s, max(wish.at_s, limits.spent_at_s(state, now_s)))
     saved = f"step {state.step} reached, last checkpoint at step {state.saved_step}"
     if state.away and not wish.limit:
         return Decision((), f"{wish.reason}; {saved}: {away(state)}")
-    if now_s >= bound_s:
-        return stop(
-            "stopped",
-            f"{wish.reason}; {saved} ({now_s - wish.at_s:.0f} s were not enough to save more)",
-        )
+    plan = state.plan if state.target is None else None
+    left = plan is not None and state.quiesced >= plan.workers
+    done = left and (state.saved_step >= state.step or not state.step)
+    if now_s >= until_s and not (state.saves_again and done):
+        return stop("stopped", f"{wish.reason}; {saved}{_why_no_more(state, wish, now_s)}")
     if state.phase == "waiting":
         memory = recovery.from_memory(state)
         if memory and memory.step > state.saved_step and state.available:
             if state.away:  # which continues being paid for, but no longer than any save may take
-                return Decision((), f"{wish.reason}; {saved}: {away(state)}", bound_s)
+                return Decision((), f"{wish.reason}; {saved}: {away(state)}", until_s)
             return None  # enter once more, to save what only memory holds
         return stop("stopped", f"{wish.reason}; {saved}")
-    if state.plan is None or state.target is not None:
+    if plan is None:
         return Decision(
-            (), f"{wish.reason}: waits for generation {state.generation} to be entered", bound_s
+            (), f"{wish.reason}: waits for generation {state.generation} to be entered", until_s
         )
     if state.phase_over and state.saved_step < state.step:
         return None  # its workers have left, and may not have heard: it is saved in the next phase
     if state.quiescing is None:
         text = (
-            f"{wish.reason}: generation {state.plan.generation} stops after step {state.step} or "
+            f"{wish.reason}: generation {plan.generation} stops after step {state.step} or "
             "the next and is saved"
         )
-        return Decision((Quiesce(state.plan.generation, save=True),), text, bound_s)
-    left = state.quiesced >= state.plan.workers
-    if left and (state.saved_step >= state.step or not state.step):
+        return Decision((Quiesce(plan.generation, save=True),), text, until_s)
+    if done:
         return stop("stopped", f"{wish.reason}; {saved}")
-    if left and state.copy_failed and state.copy_failed.step == state.step:
-        return stop("stopped", f"{wish.reason}; {saved}: {state.copy_failed.reason}")
-    return Decision((), f"{wish.reason}: waiting for the checkpoint of step {state.step}", bound_s)
+    bad = state.copy_failed
+    if left and bad and bad.step == state.step:
+        if not state.saves_again:
+            return stop("stopped", f"{wish.reason}; {saved}: {bad.reason}")
+        if bad.generation == state.generation:
+            return _saved_again(state, wish, now_s, until_s=until_s, said=f"{saved}: {bad.reason}")
+    return Decision((), f"{wish.reason}: waiting for the checkpoint of step {state.step}", until_s)
+
+
+def _saved_again(
+    state: State, wish: StopWish, now_s: float, *, until_s: float, said: str
+) -> Decision:
+    """Storage refused the checkpoint of a stop, and memory holds its step: another generation
+    stores it, the later the longer that lasts."""
+    wait_s = min(AGAIN_MOST_S, max(COPY_WAIT_S, (state.copy_failed_at_s - wish.at_s) / 2))
+    again_s, text = state.copy_failed_at_s + wait_s, f"{wish.reason}; {said}"
+    if now_s >= again_s:
+        return Decision((Abort(state.generation),), f"{text}: retried")
+    lease = f" for {state.job.orphan_lease_s:.0f} s (orphan_lease_s)"
+    most = "as long as this limit allows" if wish.limit else f"and so on{lease}"
+    return Decision((), f"{text}: retried in {wait_s:.0f} s, {most}", min(again_s, until_s))
+
+
+def _why_no_more(state: State, wish: StopWish, now_s: float) -> str:
+    """Why a stop is not saved, when its time is over."""
+    bad, passed_s = state.copy_failed, now_s - wish.at_s
+    if not state.saves_again or bad is None or bad.step <= state.saved_step:
+        return f" ({passed_s:.0f} s were not enough to save more)"
+    most = "this limit waits no longer" if wish.limit else f"tried for {passed_s:.0f} s"
+    return f": {bad.reason} ({most})"
 
 
 def _end_script(state: State, wish: StopWish, now_s: float, *, bound_s: float) -> Decision:

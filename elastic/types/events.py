@@ -39,8 +39,10 @@ class DriverStarted(Event):
     `begins_anew`: a run that stores checkpoints and has lost its state before the first one begins
     anew, whatever that costs (else it ends, where that is much): likewise. `waits_to_save`: the
     checkpoint of the last step is tried for `orphan_lease_s` (else a few times): likewise.
-    `blames_program`: a step that breaks again and again, while those before it are redone each
-    time, ends the run (else its nodes are quarantined): likewise.
+    `saves_again`: so is that of a stop, as far as budget and deadline allow (else the run ends at
+    the first one that is refused): likewise. `blames_program`: a step that breaks again and again,
+    while those before it are redone each time, ends the run (else its nodes are quarantined):
+    likewise.
     """
 
     run: str
@@ -63,6 +65,7 @@ class DriverStarted(Event):
     begins_anew: bool = False
     waits_to_save: bool = False
     blames_program: bool = False
+    saves_again: bool = False
 
 
 @dataclass(frozen=True)

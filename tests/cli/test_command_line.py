@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from elastic.api.running.run import JobRun
 from elastic.cli import command_line, read_commands
 from elastic.cli.command_line import main, parser
 from elastic.config.job import JobSpec
-from elastic.errors import SpecError
+from elastic.driver import interruptible
+from elastic.errors import Interrupted, SpecError
 from elastic.ledger.journal import Journal
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
@@ -151,6 +153,29 @@ def test_ctrl_c_and_a_reader_that_has_had_enough(
     monkeypatch.setattr(read_commands.find_runs, "all_runs", breaks_off)
     monkeypatch.setattr(sys.stderr, "close", lambda: None)
     assert called(capsys, "ls") == (code, "", line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_loop_takes_down_what_was_started(number: signal.Signals) -> None:
+    before, done = signal.getsignal(number), []
+    with pytest.raises(Interrupted) as found, interruptible():
+        try:
+            signal.raise_signal(number)
+            done.append("it goes on")
+        finally:
+            signal.raise_signal(number)  # a second one, while that is under way
+            done.append("taken down")
+    assert found.value.code == 128 + number and done == ["taken down"]
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_a_run_has_begun_is_one_line(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "run", lambda *given, **named: signal.raise_signal(number))
+    line = f"elastic: ended by {number.name}; nothing that it had started is left\n"
+    assert called(capsys, "run", "nowhere") == (128 + number, "", line)
 
 
 def test_help_brings_neither_torch_nor_ray() -> None:

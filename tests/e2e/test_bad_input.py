@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import pytest
 from support.e2e.shell import Shell
 from support.places import PROGRAMS
+from support.storage.small_disk import mounted
 
 from elastic.ledger.journal import Journal
 from elastic.types import DriverStarted, ModelProfile, TensorSpec
@@ -54,6 +56,30 @@ def refused(shell: Shell, said: str, *words: str) -> None:
 )
 def test_job(shell: Shell, changes: dict[str, Any], said: str) -> None:
     refused(shell, said, "run", shell.job(**changes))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_storage_that_is_full_or_read_only(shell: Shell, full: bool) -> None:
+    with mounted(shell.root / "disk", "64k") as disk:
+        if full:
+            with pytest.raises(OSError, match="No space left"):
+                (disk / "waste").write_bytes(b"x" * (1 << 20))
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        said = "make room there" if full else "(Read-only file system: "
+        refused(shell, said, "run", shell.job(storage=str(disk)))
+
+
+def test_a_journal_that_cannot_be_written(shell: Shell) -> None:
+    (shell.root / "elastic_runs" / "one" / "journal.jsonl").mkdir(parents=True)
+    refused(
+        shell,
+        "elastic_runs/one cannot be written (Is a dir",
+        "run",
+        shell.job(),
+        "--run-name",
+        "one",
+    )
 
 
 def test_missing_folder_and_drill(shell: Shell) -> None:

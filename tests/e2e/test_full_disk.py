@@ -3,6 +3,7 @@ room again."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from support.waiting import until
 from elastic.ledger.journal import read
 from elastic.ledger.lease import Times
 from elastic.policy.copies.retention import COPY_TRIES
-from elastic.types import CopyFailed, DriverStarted, StepDone
+from elastic.types import CopyFailed, DriverStarted, StepDone, StopAsked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
@@ -132,3 +133,40 @@ def test_a_disk_without_room_for_the_last_checkpoint(shell: Shell, small_disk: P
     assert len(events(DriverStarted)) == 1
     reasons = [line.decision.reason for line in read(journal) if line.decision is not None]
     assert any("and so on for 900 s (orphan_lease_s)" in reason for reason in reasons)
+
+
+def test_a_stop_while_the_disk_has_no_room_for_its_checkpoint(
+    shell: Shell, small_disk: Path
+) -> None:
+    """It is tried again from memory until there is room, and the run ends with it."""
+    name = shell.job(
+        steps=100_000, storage=str(small_disk), durable_every=10,
+        program=str(PROGRAMS / "tiny_slow.py"),
+    )  # fmt: skip
+    run = small_disk / "late"
+    journal = run / "journal.jsonl"
+    process = shell.start("run", name, "--run-name", "late")
+
+    def events(kind: type) -> list[Any]:
+        return [e for line in read(journal) for _, e in line.events if isinstance(e, kind)]
+
+    try:
+        until(lambda: [*run.glob("checkpoints/*/commit.json")] != [], what="the first checkpoint")
+        waste = fill(small_disk)
+        with waste.open("ab") as file:
+            file.truncate(waste.stat().st_size - (96 << 10))
+        process.send_signal(signal.SIGTERM)
+        until(lambda: len(events(StopAsked)) > 0, what="the wish to stop")
+        n_before = len(events(CopyFailed))
+        until(lambda: len(events(CopyFailed)) > n_before + 1, what="a second try", within_s=240.0)
+        waste.unlink()
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 3 and "Traceback" not in err, (out, err)
+    last = events(StepDone)[-1].step
+    assert f"signal SIGTERM; step {last} reached, last checkpoint at step {last}" in err
+    reasons = [line.decision.reason for line in read(journal) if line.decision is not None]
+    assert any("and so on for 900 s (orphan_lease_s)" in reason for reason in reasons)
+    code, out, _ = shell.here("replay", str(run), "--json")
+    assert code == 0 and '"identical": true' in out

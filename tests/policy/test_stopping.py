@@ -12,6 +12,8 @@ from elastic.policy.pools.limits import wish
 from elastic.types import (
     Abort,
     Copy,
+    CopyFailed,
+    EnterPlan,
     Layout,
     NodeLost,
     Progress,
@@ -101,6 +103,96 @@ def test_a_stop_that_has_to_wait_for_something_is_looked_at_again_by_its_bound()
     assert decision.wake_at_s is not None and not decision.actions
     story.tick(after_s=decision.wake_at_s - story.now_s)
     assert stopped(story).outcome == "stopped"
+
+
+FULL = "rank 0: No space left on device"
+
+
+def asked_and_refused(**changes: Any) -> Story:
+    """A run of two nodes that was asked to stop, and whose checkpoint storage refuses."""
+    story = Story(peer_every=1, **changes)
+    story.state = replace(story.state, saves_again=True)
+    story.running("a", "b", steps=4)
+    story.tick(StopAsked("enough"))
+    refuse(story)
+    return story
+
+
+def refuse(story: Story) -> None:
+    """The workers of its generation leave, what each holds is reported, and nothing is stored."""
+    plan = story.state.plan
+    assert plan is not None
+    story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
+    story.tick(CopyFailed(plan.generation, 4, FULL))
+
+
+def again(story: Story) -> bool:
+    """The next try: the generation that could not store it is aborted, another one enters. False =
+    the run has ended instead."""
+    plan = story.state.plan
+    assert plan is not None
+    for _ in range(20):
+        decision = story.decisions[-1]
+        if story.state.phase == "stopped":
+            return False
+        if story.state.phase == "running" and story.state.plan is not plan:
+            assert orders(decision, Quiesce), "it does no more than save"
+            return True
+        if orders(decision, Abort):
+            story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
+        elif orders(decision, EnterPlan):
+            story.entered()
+        else:
+            assert decision.wake_at_s is not None
+            story.tick(after_s=max(0.1, decision.wake_at_s - story.now_s))
+    raise AssertionError(story.decisions[-1])
+
+
+def test_a_checkpoint_of_a_stop_that_storage_refuses_is_tried_again_from_memory() -> None:
+    story = asked_and_refused()
+    said = "enough; step 4 reached, last checkpoint at step 0"
+    assert story.decisions[-1].reason == (
+        f"{said}: {FULL}: retried in 5 s, and so on for 900 s (orphan_lease_s)"
+    )
+    assert again(story)
+    assert story.state.plan is not None and story.state.plan.resume.source == "peer"
+    assert story.state.step == 4
+    story.quiesced(story.state.plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
+    assert not orders(story.decisions[-1], Stop), "the older refusal is none of this try"
+    story.tick(durable(story, 4))
+    assert stopped(story).reason == "enough; step 4 reached, last checkpoint at step 4"
+
+
+def test_it_is_tried_less_and_less_often_and_not_for_ever() -> None:
+    story = asked_and_refused()
+    asked_s = story.state.stop.at_s if story.state.stop else 0.0
+    tries = [story.now_s]
+    while again(story):
+        refuse(story)
+        tries.append(story.now_s)
+    waits = [after - before for before, after in zip(tries, tries[1:])]
+    assert 5.0 < waits[0] < 10.0 and max(waits) < 80.0 and 15 < len(tries) < 30
+    assert story.now_s == pytest.approx(asked_s + 900.0)
+    assert stopped(story).outcome == "stopped"
+    assert stopped(story).reason.endswith(f"at step 0: {FULL} (tried for 900 s)")
+
+
+def test_a_budget_that_is_spent_meanwhile_ends_it_and_is_said() -> None:
+    story = asked_and_refused(budget_usd=0.05)  # 90 s of two nodes at a dollar an hour
+    while again(story):
+        refuse(story)
+    assert story.now_s > 60.0 and story.state.usd == pytest.approx(0.05, abs=0.001)
+    assert stopped(story).outcome == "stopped"
+    assert "the budget of $0.05 is almost spent" in stopped(story).reason
+    assert stopped(story).reason.endswith(f"at step 0: {FULL} (this limit waits no longer)")
+
+
+def test_a_driver_that_knew_nothing_of_it_ends_at_the_first_refusal() -> None:
+    story = Story(peer_every=1)
+    story.running("a", "b", steps=4)
+    story.tick(StopAsked("enough"))
+    refuse(story)
+    assert stopped(story).reason == f"enough; step 4 reached, last checkpoint at step 0: {FULL}"
 
 
 @pytest.mark.parametrize("pin", [{"min_workers": 2}, {"layout": "dp_shard=2"}], ids=str)

@@ -13,7 +13,16 @@ from elastic.observe.run_tables import status
 from elastic.observe.run_view import view_of
 from elastic.sim.scripted_faults import Delays, Fault, FaultKind
 from elastic.sim.sim_storage import CLOSED, STORAGE_KINDS
-from elastic.types import CopyStored, EnterPlan, PlansFound, Pool, StepDone, Stop, StorageSeen
+from elastic.types import (
+    CopyFailed,
+    CopyStored,
+    EnterPlan,
+    PlansFound,
+    Pool,
+    StepDone,
+    Stop,
+    StorageSeen,
+)
 
 JOB = {
     "name": "weather", "steps": 30, "global_batch": 12, "seed": 0, "layout": "auto",
@@ -196,3 +205,19 @@ def test_what_waits_for_storage_is_booked_as_such_and_a_budget_does_not_wait(
         if line.decision and any(isinstance(a, Stop) for a in line.decision.actions)
     ]
     assert spent.state.phase == "stopped" and spent.backend.usd() < 160.0 and stop[-1].at_s < 120.0
+
+
+def test_the_checkpoint_of_a_stop_is_stored_when_storage_takes_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each try is a generation from memory, which may do one more step."""
+    played = play(monkeypatch, Fault(20.0, "full", lasts_s=LASTS_S), Fault(24.0, "stop"))
+    refused, asked = told(played, CopyFailed), told(played, StepDone)
+    assert len(refused) > 1 and [w for w in played.wrong if "it stopped" not in w] == []
+    assert len(asked) <= 10 + len(refused), "it does not train on"
+    (stop,) = [
+        a for ln in played.lines if ln.decision for a in ln.decision.actions if isinstance(a, Stop)
+    ]
+    step = played.state.step
+    assert stop.reason == f"scripted; step {step} reached, last checkpoint at step {step}"
+    assert 20.0 + LASTS_S < played.lines[-1].at_s < 20.0 + LASTS_S + 40.0

@@ -27,7 +27,7 @@ from elastic.config.job import JobSpec
 from elastic.config.pool_checks import check_budget, check_fit, fed
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
-from elastic.driver import Backend, drive, restored, seldom_collected
+from elastic.driver import Backend, drive, interruptible, restored, seldom_collected
 from elastic.errors import SpecError, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
@@ -62,6 +62,7 @@ from elastic.worker.hosting.resume_checks import (
     taken,
     warn_of_clock,
     with_few,
+    writable,
 )
 
 if TYPE_CHECKING:
@@ -166,21 +167,23 @@ class JobRun:
         return self.place.journal
 
     def to_the_end(self) -> Result:
-        with ExitStack() as stack:
+        with interruptible(), ExitStack() as stack:
             observers = self._observers(stack)
             layouts = self._layouts(stack)
             lease = taken(self.storage, self.name)
             stack.callback(lease.release)
             with self._phase("the journal of earlier drivers was read"):
-                before, stored, state = self._before()
+                with writable(str(self.place.folder)):
+                    before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
             with self._phase("the model was traced, its layouts were checked"):
                 start = self._start(lease.epoch, before, state, layouts=layouts)
             with self._phase("Ray was reached"):
                 backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
-            find_runs.remember(self.place, self.options.words)
-            journal = self.place.open_journal(lease.epoch, stored, self._cut)
+            with writable(str(self.place.folder)):
+                find_runs.remember(self.place, self.options.words)
+                journal = self.place.open_journal(lease.epoch, stored, self._cut)
             journal.hear = [observers.hear, *([self.terminal.hear] if self.terminal else [])]
             stack.callback(journal.close)
             observers.start(before, lease.epoch)
@@ -269,6 +272,7 @@ class JobRun:
             begins_anew=True,
             waits_to_save=True,
             blames_program=True,
+            saves_again=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

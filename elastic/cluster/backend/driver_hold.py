@@ -3,7 +3,6 @@ is lost, and how it lets go."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -25,12 +24,7 @@ def connect(run: RayRun, cluster: LocalCluster | None) -> bool:
         cluster.connect(run.namespace)
     else:
         try:
-            ray.init(
-                run.address,
-                namespace=run.namespace,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            _ray_private.connect(run.address, run.namespace)
         except (OSError, RuntimeError) as error:
             raise LostContact(
                 f"run '{run.name}': the Ray cluster at {run.address} does not answer "

@@ -182,8 +182,9 @@ class LocalCluster:
         except subprocess.TimeoutExpired:
             processes.end_tree(self.pid)
             self._process.wait()
-        self._reader.join()
-        if self._process.stdout is not None:
+        self._reader.join(CLOSE_MOST_S)
+        # whoever holds its other end keeps the reader, and with it this one
+        if self._process.stdout is not None and not self._reader.is_alive():
             self._process.stdout.close()
 
     def __enter__(self) -> LocalCluster:

@@ -10,9 +10,11 @@ import json
 import logging
 import os
 import shlex
+import signal
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,16 +118,36 @@ def lean_python(folder: str, worker: Sequence[str] = ()) -> str:
     return str(script) if os.access(script, os.X_OK) else sys.executable
 
 
-def connect(address: str, namespace: str, host: str) -> None:
-    """ray.init to the node on `host`, an address of this machine that is not its outer one
-    (`_node_ip_address`)."""
-    ray.init(
-        address,
-        namespace=namespace,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _node_ip_address=host,
-    )
+def connect(address: str, namespace: str, host: str = "") -> None:
+    """ray.init; to the node on `host`, an address of this machine that is not its outer one
+    (`_node_ip_address`), where it is given."""
+    with _own_sigterm():
+        ray.init(
+            address,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({"_node_ip_address": host} if host else {}),
+        )
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """ray.init takes SIGTERM over, to exit with code 15: whoever listens to it here goes on doing
+    so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, mine)
+    except SystemExit as error:
+        if error.code == signal.SIGTERM:
+            signal.raise_signal(signal.SIGTERM)
+        raise
 
 
 def read_environment_again() -> None:

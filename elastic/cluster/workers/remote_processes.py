@@ -29,6 +29,7 @@ from elastic.worker.process.environment import die_with_parent, settle
 
 NAMESPACE = "elastic-outposts"
 POLL_S = 0.5
+PORT_MOST_S = 60.0  # until a node has said which port is free
 GONE_MOST_S = 10.0
 
 
@@ -254,7 +255,7 @@ class RemoteCommand:
 def free_port(seat: Seat) -> int:
     """On the node, a moment ago."""
     task: Any = ray.remote(processes.free_port)
-    return int(ray.get(task.options(**_on(seat, False)).remote()))
+    return int(ray.get(task.options(**_on(seat, False)).remote(), timeout=PORT_MOST_S))
 
 
 def run(

@@ -43,6 +43,7 @@ FENCE_MOST_S = 2.0  # a worker that has not answered by then says nothing of oth
 ASKED_MOST = 16  # workers: a driver that attaches speaks to all of them
 PASSPORT_MOST_S = 10.0
 STARTERS = 8  # actors that are made at once
+STARTERS_MOST_S = 90.0  # for those that are being made, at the end
 TEXT_MOST = 400
 # orders of more workers, which grow with their number, go over the object store: once to each node
 SENT_EACH_MOST = 64
@@ -439,8 +440,9 @@ class WorkerGroup:
             self._reach(float("inf"))
         for _ in self._starters:
             self._starting.put(None)
+        until_s = time.monotonic() + STARTERS_MOST_S
         for thread in self._starters if wait else ():
-            thread.join()
+            thread.join(max(0.0, until_s - time.monotonic()))
         if end:
             self.end(self.workers())
 

@@ -166,10 +166,23 @@ def _copy_failed(state: State, event: CopyFailed, at_s: float) -> State:
 
 
 def tried_until_s(state: State) -> float | None:
-    """Until when the checkpoint of the last step is, which was not stored; None: a few times."""
+    """Until when the checkpoint of the last step is, or that of a stop, which was not stored; None:
+    a few times."""
     bad = state.copy_failed
-    waits = state.waits_to_save and bad is not None and bad.step >= state.steps > 0
+    if bad is None:
+        return None
+    if state.saves_again and state.stop is not None:
+        return state.stop.at_s + state.job.orphan_lease_s
+    waits = state.waits_to_save and bad.step >= state.steps > 0
     return state.last_step_at_s + state.job.orphan_lease_s if waits else None
+
+
+def stop_refused(state: State) -> bool:
+    """Storage has refused the checkpoint of a person's stop, which is tried again."""
+    stop, bad = state.stop, state.copy_failed
+    if not state.saves_again or stop is None or stop.limit or bad is None:
+        return False
+    return bad.step > state.saved_step and state.copy_failed_at_s >= stop.at_s
 
 
 def without_copy(state: State, uri: str) -> State:

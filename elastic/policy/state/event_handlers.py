@@ -14,6 +14,7 @@ from typing import Any
 from elastic.config.fingerprint import KEY
 from elastic.policy import profiling, restarts
 from elastic.policy.copies.retention import HANDLERS as COPIES
+from elastic.policy.copies.retention import stop_refused
 from elastic.policy.faults import refused_layouts, unreached
 from elastic.policy.faults.corruption import HANDLERS as SUSPECTS
 from elastic.policy.faults.corruption import corrupted, without_copies
@@ -87,7 +88,8 @@ def _bill(state: State, at_s: float) -> dict[str, Any]:
     passed_s = at_s - state.billed_at_s
     if passed_s <= 0:
         return {}
-    put_off = state.stop is not None and state.away is not None and not state.stop.limit
+    put_off = state.stop is not None and not state.stop.limit
+    put_off = put_off and (state.away is not None or stop_refused(state))
     stop = (
         limits.wish(state, at_s)
         if (state.stop is None or put_off) and state.phase not in ENDED
@@ -119,7 +121,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "dates_budget": event.dates_budget, "bounds_deaths": event.bounds_deaths,
         "saves_in_any": event.saves_in_any, "leaves_out": event.leaves_out,
         "begins_anew": event.begins_anew, "waits_to_save": event.waits_to_save,
-        "blames_program": event.blames_program,
+        "blames_program": event.blames_program, "saves_again": event.saves_again,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:

@@ -200,7 +200,7 @@ def run_on(
         subject.name, 1, plain, subject.pools, subject.model, subject.hardware,
         expects_measured=True, spends_slack=True, dates_budget=True,
         bounds_deaths=True, saves_in_any=True, leaves_out=True,
-        begins_anew=True, waits_to_save=True, blames_program=True,
+        begins_anew=True, waits_to_save=True, blames_program=True, saves_again=True,
     )  # fmt: skip
     if hours is None:
         backend.give_up_at(until_s)

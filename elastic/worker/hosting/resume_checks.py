@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +19,15 @@ from elastic.data.budget import budget_of
 from elastic.data.open_datasets import dataset_of
 from elastic.data.phase_data import PhaseData
 from elastic.data.streams import N_POSITIONS
-from elastic.errors import ElasticError, ProgramError, SpecError, StateLost
+from elastic.errors import (
+    FULL,
+    REFUSALS,
+    ElasticError,
+    ProgramError,
+    SpecError,
+    StateLost,
+    StorageFailed,
+)
 from elastic.ledger.journal import Line, built
 from elastic.ledger.lease import Lease, Sign
 from elastic.program import Program
@@ -29,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOCK_S = 5.0  # that two clocks may differ by, unsaid
+# storage that does not answer is said, and waited for, before a run has begun
+TELL_AFTER_S, TAKE_MOST_S = 5.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -86,20 +100,60 @@ def check_not_done(run: str, steps: int, saved: int, *, succeeded: bool) -> None
 
 
 def taken(storage: Storage, run: str, *, patient: bool = False) -> Lease:
-    """The run's lease; `patient`: see Lease. Raises SpecError where its storage cannot be written.
-    Says where this machine's clock is not its."""
-    try:
-        lease = Lease(storage, run, patient=patient)
+    """The run's lease; `patient`: see Lease. Says so where that takes a while, and where this
+    machine's clock is not that of storage. Raises SpecError where that cannot be written,
+    StorageFailed where it does not answer."""
+    with writable(storage.uri):
+        lease = _waited_for(lambda: Lease(storage, run, patient=patient), storage.uri, run)
         warn_of_storage_clock(storage, lease.sign)
         return lease
+
+
+@contextmanager
+def writable(where: str) -> Iterator[None]:
+    """What a file system says to the first things that a run writes there becomes a SpecError."""
+    try:
+        yield
     except ElasticError:
         raise
     except OSError as error:
         what = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
-        raise SpecError(
-            f"storage {storage.uri} cannot be written ({what}); give a folder, or "
-            "s3://bucket/prefix (likewise gs://, az://)"
-        ) from error
+        right = "give a folder, or s3://bucket/prefix (likewise gs://, az://)"
+        if error.errno in FULL:
+            right = "make room there, or give another storage"
+        elif error.errno in REFUSALS:
+            right = f"let user {os.getuid()} write there, or give another storage"
+        raise SpecError(f"storage {where} cannot be written ({what}); {right}") from error
+
+
+def _waited_for(take: Callable[[], Lease], where: str, run: str) -> Lease:
+    """A lease that comes when nobody waits for it any more is released."""
+    answer: Future[Lease] = Future()
+
+    def work() -> None:
+        lease, fault = None, None
+        try:
+            lease = take()
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            fault = error
+        if answer.set_running_or_notify_cancel():
+            answer.set_exception(fault) if lease is None else answer.set_result(lease)
+        elif lease is not None:
+            lease.release()
+
+    threading.Thread(target=work, name="lease-begin", daemon=True).start()
+    text = "run '%s': %s has not answered after %.0f s, or a driver before it may live: %s"
+    try:
+        if not wait([answer], TELL_AFTER_S).done:
+            log.warning(text, run, where, TELL_AFTER_S, f"waits {TAKE_MOST_S:.0f} s at most")
+        if not wait([answer], TAKE_MOST_S).done:
+            raise StorageFailed(
+                f"run '{run}': {where} has not answered for {TELL_AFTER_S + TAKE_MOST_S:.0f} s; "
+                "run it again when it does"
+            )
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def warn_of_storage_clock(storage: Storage, sign: Sign) -> None:

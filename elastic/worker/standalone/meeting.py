@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 ADDRESS = "elastic/address"
 LOOPBACK = "127.0.0.1"
 HELLO_MOST_S, HELLO_MOST_BYTES = 10.0, 4096
+# a host that is gone without a word is found after 90 s
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 LOOK_S = 0.1
 POOL = "ranks"
 
@@ -266,10 +268,15 @@ def _joined(me: Started, there: _Address, until_s: float) -> tuple[RankLink, Wor
         link = _connection(socket.create_connection((me.host, there.port), left_s))
         text = json.dumps(asdict(RankHello.of(me)))
         link.send_bytes(proof(there.secret, text) + text.encode())
+        if not link.poll(left_s):
+            raise TimeoutError("it does not answer")
         known = link.recv_bytes(HELLO_MOST_BYTES)
         if not hmac.compare_digest(known, proof(there.secret, "rank 0")):
             raise LostContact(f"{me.host}:{there.port} is not rank 0; start all ranks anew")
         joined = RankLink(link)
+        # it waits for the others, by its own clock
+        if not joined.poll(max(1.0, until_s - time.monotonic()) + HELLO_MOST_S):
+            raise TimeoutError("it does not say who this rank is")
         worker: WorkerId = joined.recv().what
     except (OSError, EOFError) as error:
         raise LostContact(
@@ -282,6 +289,8 @@ def _joined(me: Started, there: _Address, until_s: float) -> tuple[RankLink, Wor
 def _connection(made: socket.socket) -> Connection:
     made.settimeout(None)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(made.detach())
 

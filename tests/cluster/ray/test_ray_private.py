@@ -4,6 +4,7 @@ elastic/cluster/ray/_ray_private.py."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ from support.waiting import until
 
 from elastic.cluster.local.local_cluster import HOST, LocalCluster, NodeOrder
 from elastic.cluster.ray import _ray_private, processes
+from elastic.driver import interruptible
+from elastic.errors import Interrupted
 
 pytestmark = pytest.mark.e2e
 
@@ -44,6 +47,19 @@ def test_drain_shows_among_the_draining_nodes(cluster: LocalCluster, tmp_path: P
 def test_connect_leads_to_the_head_on_loopback(cluster: LocalCluster) -> None:
     assert ray.util.get_node_ip_address() == HOST
     assert ray.get_runtime_context().gcs_address == cluster.address
+
+
+def test_connecting_keeps_who_listens_to_sigterm(cluster: LocalCluster) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "ray.init sets a handler"
+
+    def init(address: str, **named: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "init", init)
+        with pytest.raises(Interrupted), interruptible():
+            _ray_private.connect("a", "b")
 
 
 def test_the_thread_that_prints_errors_has_ended(cluster: LocalCluster) -> None:

@@ -3,6 +3,8 @@ named."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
 import time
@@ -33,6 +35,19 @@ def joining(rank: int, port: int, joined: list[Any]) -> threading.Thread:
     thread = threading.Thread(target=join, daemon=True)
     thread.start()
     return thread
+
+
+def test_a_rank_0_that_accepts_and_says_nothing_is_not_waited_for_without_end() -> None:
+    with listening("127.0.0.1") as listener:
+        there = meeting._Address(listener.getsockname()[1], 0, SECRET)
+        began_s = time.monotonic()
+        with pytest.raises(LostContact, match="rank 0 does not answer at .*it does not answer"):
+            meeting._joined(Started(1, 0, 2), there, began_s + 0.1)
+        with contextlib.closing(meeting._connection(listener.accept()[0])) as made:
+            same = socket.socket(fileno=os.dup(made.fileno()))
+            with same:
+                idle_s = same.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+    assert idle_s == 30, "a host that is gone without a word is found"
 
 
 def test_all_ranks_come_in_their_order_and_are_told_who_they_are(
