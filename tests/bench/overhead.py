@@ -40,7 +40,7 @@ from trial import LOOK_S, PROGRAM, ROOT, Clock, Failed, Tree, Trial, running
 
 from elastic.cluster.ray import processes
 
-MOST_S, PAIRS = 1800.0, 32
+MOST_S, PAIRS, ENOUGH = 1800.0, 32, 0.9
 BATCH = 8
 WATCHED, TRACKERS = "watched", ("wandb", "mlflow", "trackio")
 MODELS = {"small": PROGRAM, "wide": PROGRAM.with_name("wide.py")}
@@ -306,10 +306,12 @@ def viewed(watched: Elastic, urls: Mapping[str, str], run: Path | None) -> Itera
 def in_turn(
     contenders: Mapping[str, Contender], seconds: float, n_rounds: int, clock: Clock
 ) -> list[dict[str, Block]]:
-    """Rounds of a block of each, those that tell something; every other round the other way
-    round."""
+    """Rounds of a block of each, those that tell something and that there is time for; every other
+    round the other way round."""
     rounds: list[dict[str, Block]] = []
     for number in range(n_rounds):
+        if clock.spent > ENOUGH and len(rounds) > 1:
+            break
         clock.look(f"round {number} of {n_rounds}")
         names = [*contenders] if number % 2 == 0 else [*reversed(contenders)]
         found = {name: run_block(contenders[name], seconds) for name in names}
