@@ -40,7 +40,7 @@ from trial import LOOK_S, PROGRAM, ROOT, Clock, Failed, Tree, Trial, running
 
 from elastic.cluster.ray import processes
 
-MOST_S, PAIRS, ENOUGH = 1800.0, 32, 0.9
+MOST_S, PAIRS, ENOUGH = 5400.0, 32, 0.9
 BATCH = 8
 WATCHED, TRACKERS = "watched", ("wandb", "mlflow", "trackio")
 MODELS = {"small": PROGRAM, "wide": PROGRAM.with_name("wide.py")}

@@ -19,7 +19,7 @@ from elastic.observe.dashboard.followed_run import FollowedRun, PageSources
 from elastic.observe.dashboard.run_summary import snapshot
 from elastic.observe.dashboard.step_curve import Stretch
 
-LOOK_S, LOOK_REMOTE_S = 2.0, 10.0  # between two looks at a journal
+LOOK_S, LOOK_REMOTE_S = 5.0, 10.0  # between two looks at a journal
 LIST_S, LIST_REMOTE_S = 10.0, 60.0  # between two looks for runs that have begun
 # an answer that takes 10 ms of a core is made once a second at most: a page costs that core 1 %
 DUTY = 100.0
