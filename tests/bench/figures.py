@@ -396,8 +396,17 @@ def beside(pairs: Sequence[tuple[Block, Block]], n_cores: int) -> dict[str, Any]
     drawn = sorted(sum(draw.choices(more, k=len(more))) / len(more) for _ in range(DRAWN))
     bounds = [drawn[round(share * (DRAWN - 1))] for share in (0.025, 0.975)]
     mean = sum(more) / len(more)
+    kinds = sorted({kind for pair in pairs for one in pair for kind in one.cpu_s} - {*TRAINERS})
+    parts = {
+        kind: sum(
+            ours.cpu_s.get(kind, 0.0) / ours.mean_s - base.cpu_s.get(kind, 0.0) / base.mean_s
+            for ours, base in pairs
+        )
+        for kind in kinds
+    }
     return {
         "watchers_cpu_ms_per_step": round(1000 * mean * step_s, 3),
+        "watchers_cpu_ms_per_s": {k: round(1000 * s / len(pairs), 3) for k, s in parts.items()},
         "watchers_cpu_ms_per_step_95": [round(1000 * one * step_s, 3) for one in bounds],
         "watchers_cpu_share": round(mean / n_cores, 5),
     }

@@ -7,8 +7,9 @@ does meanwhile falls on both. Under elastic: two nodes of one worker each (dp_sh
 embedded cluster, peer replicas and journal on. How often it copies is what a run before it comes to
 by itself (one that is frozen now and then measures long steps, and copies more often). Bare:
 bare.py in two processes. The part `watched`: the same run with each tracker that is installed
-(offline), with the metrics endpoint, with `--dashboard`, with all of them, each next to one without;
-and such a pair of which neither is watched (`twin`): what two runs differ by anyway.
+(offline), with the metrics endpoint scraped, with `--dashboard` and a page open, with all of them and
+`elastic status` once a minute, each next to one without; and such a pair of which neither is watched
+(`twin`): what two runs differ by anyway.
 Wall seconds and CPU seconds per step; CPU seconds are of all processes,
 under elastic also of driver and Ray.
 """
@@ -32,13 +33,14 @@ from typing import Any, Protocol
 
 import bare_trial
 import figures
+import viewer
 from figures import Block
 from report import finish, options
 from trial import LOOK_S, PROGRAM, ROOT, Clock, Failed, Tree, Trial, running
 
 from elastic.cluster.ray import processes
 
-MOST_S, PAIRS = 1800.0, 32
+MOST_S, PAIRS, ENOUGH = 5400.0, 32, 0.9
 BATCH = 8
 WATCHED, TRACKERS = "watched", ("wandb", "mlflow", "trackio")
 MODELS = {"small": PROGRAM, "wide": PROGRAM.with_name("wide.py")}
@@ -223,12 +225,13 @@ def compare_watched(
 ) -> dict[str, Any]:
     """The same run watched in several ways, each beside one that nothing watches."""
     trackers = [name for name in TRACKERS if find_spec(name) is not None]
+    page: dict[str, Any] = {"words": ("--dashboard",)}
     ways: dict[str, dict[str, Any]] = {
         "twin": {},
         "trackers": {"trackers": trackers},
         "endpoint": {"metrics_port": 0},
-        "dashboard": {"words": ("--dashboard",)},
-        "all": {"trackers": trackers, "metrics_port": 0, "words": ("--dashboard",)},
+        "dashboard": page,
+        "all": {"trackers": trackers, "metrics_port": 0, **page},
     }
     if unknown := [name for name in names if name not in ways]:
         raise Failed(f"--watchers {' '.join(unknown)}: must be some of {' '.join(ways)}")
@@ -252,30 +255,63 @@ def beside_nothing(
     itself for one whose nodes were lost."""
     with ExitStack() as stack:
         watched = stack.enter_context(under_elastic(program, size.warm, clock, peer_every=0, **way))
-        taken_by(watched, way.get("trackers", ()), clock)
+        begun(watched, way, clock)
+        if urls := shown_at(watched):
+            run = watched.trial.journal.parent if name == "all" else None
+            stack.enter_context(viewed(watched, urls, run))
         alone = stack.enter_context(under_elastic(program, size.warm, clock, peer_every=0))
         ends = alone.ends()
         seconds = size.block_s((ends[-1] - ends[-6]) / 5)
         return in_turn({name: watched, "nothing": alone}, seconds, n, clock)
 
 
-def taken_by(watched: Elastic, trackers: Sequence[str], clock: Clock) -> None:
-    """Lets it run until each library has been imported and has taken a step, which is of a run's
-    start."""
+def begun(watched: Elastic, way: Mapping[str, Any], clock: Clock) -> None:
+    """Lets it run until all of its watchers are there: each library has been imported and has taken
+    a step, which is of a run's start."""
     signal_all(watched, signal.SIGCONT)
-    while len({*watched.trial.folder.glob("**/trackers/*.json")}) < len(trackers):
-        clock.look("the trackers' first steps")
+    n_trackers, n_urls = len(way.get("trackers", ())), len({"metrics_port", "words"} & {*way})
+    while (
+        len({*watched.trial.folder.glob("**/trackers/*.json")}) < n_trackers
+        or len(shown_at(watched)) < n_urls
+    ):
+        clock.look("the watchers' first steps")
         time.sleep(LOOK_S)
     signal_all(watched, signal.SIGSTOP)
+
+
+def shown_at(watched: Elastic) -> dict[str, str]:
+    """Where its endpoint and its page are, as it says."""
+    said = (watched.trial.folder / "run.log").read_text(errors="replace")
+    return dict(re.findall(r"(metrics for Prometheus|dashboard): (http\S+)", said))
+
+
+@contextmanager
+def viewed(watched: Elastic, urls: Mapping[str, str], run: Path | None) -> Iterator[None]:
+    """Somebody looks at them, and asks for the `run`'s status."""
+    process, tree = viewer.started(
+        urls.get("metrics for Prometheus", ""), urls.get("dashboard", ""), run
+    )
+    watched.trees.append(tree)
+    try:
+        yield
+        if process.poll() is not None:
+            raise Failed(f"who looked at it has ended (exit code {process.returncode})")
+    finally:
+        watched.trees.remove(tree)
+        process.kill()
+        process.wait()
+        tree.gone()
 
 
 def in_turn(
     contenders: Mapping[str, Contender], seconds: float, n_rounds: int, clock: Clock
 ) -> list[dict[str, Block]]:
-    """Rounds of a block of each, those that tell something; every other round the other way
-    round."""
+    """Rounds of a block of each, those that tell something and that there is time for; every other
+    round the other way round."""
     rounds: list[dict[str, Block]] = []
     for number in range(n_rounds):
+        if clock.spent > ENOUGH and len(rounds) > 1:
+            break
         clock.look(f"round {number} of {n_rounds}")
         names = [*contenders] if number % 2 == 0 else [*reversed(contenders)]
         found = {name: run_block(contenders[name], seconds) for name in names}
@@ -289,7 +325,7 @@ def measure(clock: Clock, given: argparse.Namespace, size: Size) -> dict[str, An
     found = {name: compare(size.models[name], n, size, clock) for name in parts if name != WATCHED}
     if WATCHED in parts:
         names = given.watchers.split()
-        found[WATCHED] = compare_watched(size.models["small"], names, n, size, clock)
+        found[WATCHED] = compare_watched(size.models["wide"], names, n, size, clock)
     watched = {WATCHED: found[WATCHED]} if WATCHED in found else {}
     small = (
         {"small": found["small"], "small_step_time_ratio": found["small"]["step_time_ratio"]}

@@ -310,8 +310,9 @@ def test_what_is_computed_beside_the_training_is_told_per_step_and_of_all_cores(
     assert found["watchers_cpu_ms_per_step"] == 0.4
     assert found["watchers_cpu_ms_per_step_95"] == [0.4, 0.4]
     assert found["watchers_cpu_share"] == 0.001
+    assert found["watchers_cpu_ms_per_s"] == {"root": 0.5, "other": 1.5}
     alone = watched([{"dashboard": block(0.2, 0.9)}], 2)["dashboard"]
-    assert alone["watchers_cpu_ms_per_step"] is None
+    assert alone["watchers_cpu_ms_per_step"] is None and "watchers_cpu_ms_per_s" not in alone
 
 
 def test_the_interval_is_as_wide_as_the_pairs_differ() -> None:

@@ -185,7 +185,7 @@ def test_every_file_that_is_run_by_itself_is_a_bench_or_a_part_of_one() -> None:
         for path in HERE.glob("*.py")
         if re.search('^if __name__ == "__main__"', path.read_text(), re.MULTILINE)
     }
-    assert run == benches() | {"bare", "ray_train_job"}
+    assert run == benches() | {"bare", "ray_train_job", "viewer"}
 
 
 def test_every_bench_has_a_section_of_the_page_with_figures_and_a_smoke_test() -> None:

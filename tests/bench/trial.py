@@ -111,8 +111,11 @@ class Tree:
             return "root"
         if words.startswith("ray::"):
             return "workers"
-        beside = "-m\0elastic" in words  # a dashboard, a tracker
-        return "ray" if not beside and any(name in words for name in RAY) else "other"
+        if "tracker_process\0" in words:
+            return words.split("tracker_process\0")[1].partition("\0")[0]
+        if "elastic\0dashboard" in words:
+            return "dashboard"
+        return "ray" if any(name in words for name in RAY) else "other"
 
 
 @dataclass

@@ -21,7 +21,7 @@ from pathlib import Path
 from aiohttp import web
 
 from elastic.errors import SpecError
-from elastic.observe.dashboard.run_shelf import RunShelf, compact
+from elastic.observe.dashboard.run_shelf import RunShelf, packed
 from elastic.observe.dashboard.step_curve import Stretch
 
 STATIC = Path(__file__).with_name("static")
@@ -267,8 +267,7 @@ class DashboardServer:
             request.query.get("kind", ""),
             before=int(text) if text else None,
         )
-        body = await asyncio.to_thread(lambda: gzip.compress(compact(found), 5))
-        return _packed(request, body)
+        return _packed(request, await asyncio.to_thread(packed, found))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: what is new, and a sign of life."""

@@ -19,7 +19,7 @@ from elastic.observe.dashboard.followed_run import FollowedRun, PageSources
 from elastic.observe.dashboard.run_summary import snapshot
 from elastic.observe.dashboard.step_curve import Stretch
 
-LOOK_S, LOOK_REMOTE_S = 1.0, 10.0  # between two looks at a journal
+LOOK_S, LOOK_REMOTE_S = 5.0, 10.0  # between two looks at a journal
 LIST_S, LIST_REMOTE_S = 10.0, 60.0  # between two looks for runs that have begun
 # an answer that takes 10 ms of a core is made once a second at most: a page costs that core 1 %
 DUTY = 100.0
@@ -142,13 +142,18 @@ class RunShelf:
         ):
             return known.body
         began_s, version = time.thread_time(), run.version
-        body = gzip.compress(compact(snapshot(run) if asked is None else run.series(asked)), 5)
+        body = packed(snapshot(run) if asked is None else run.series(asked))
         again_at_s = time.monotonic() + DUTY * (time.thread_time() - began_s)
         while len(self._answers) >= MOST_ANSWERS:
             with suppress(StopIteration, KeyError):
                 del self._answers[next(iter(self._answers))]
         self._answers[key, asked] = _Answer(version, body, again_at_s)
         return body
+
+
+def packed(data: Any) -> bytes:
+    """By gzip: an eighth longer than at its level 5, in a quarter of the time."""
+    return gzip.compress(compact(data), 1)
 
 
 def compact(data: Any) -> bytes:

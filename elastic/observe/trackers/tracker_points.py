@@ -81,6 +81,7 @@ class TrackerPoints:
             for name, value in told.items()
             if name not in own and name not in NOT_TOLD
         }
+        found |= {f"elastic/{name}": value for name, value in _of_step(done).items()}
         found |= self._of_run(numbers, at_s, live) | self._more
         self._more = {}
         self._open = TrackerPoint(done.step, at_s, found)
@@ -113,3 +114,12 @@ class TrackerPoints:
             "elastic/transition/steps_lost": float(newest.steps_lost),
             **phases,
         }
+
+
+def _of_step(done: StepDone) -> dict[str, float]:
+    """What held the step up, and how unequal its ranks' work was, where that is known."""
+    found = {"data_s": done.data_s, "copy_s": done.copy_s}
+    known = {
+        "imbalance": done.imbalance, "pad_share": done.pad_share, "expert_load": done.expert_load,
+    }  # fmt: skip
+    return found | {name: value for name, value in known.items() if value}

@@ -304,6 +304,23 @@ def test_it_stays_true_while_the_run_and_the_server_change(tmp_path: Path) -> No
 
 @whole
 @needs_browser
+def test_pages_that_were_left_hold_no_connection(tmp_path: Path) -> None:
+    """A browser keeps them for the way back, and has six connections to a host."""
+
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        for number in range(8):
+            await page.go(f"about:blank#{number}")
+            await page.until("location.protocol === 'about:'")
+            await page.go(server.url)
+            await page.until(READY, 20)
+        await page.value("history.go(-2)")
+        await page.until("document.querySelector('.link')?.textContent.includes('run has ended')")
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
 def test_searching_comparing_and_choosing_a_run(tmp_path: Path) -> None:
     async def typed(page: Page, selector: str, text: str) -> None:
         await page.value(

@@ -42,6 +42,28 @@ def test_each_step_is_told_once_with_what_is_known_of_the_run() -> None:
     assert "elastic/mfu" not in found[0].numbers, "nobody knows a peak of these nodes"
 
 
+def test_what_held_a_step_up_is_told_and_what_is_not_known_is_not() -> None:
+    given = [
+        replace(line, events=tuple((at_s, _slow(event)) for at_s, event in line.events))
+        for line in lines()
+    ]
+    held = {
+        name: value
+        for name, value in points(given)[3].numbers.items()
+        if name in {f"elastic/{one}" for one in HELD}
+    }
+    assert held == {"elastic/data_s": 0.25, "elastic/copy_s": 0.125, "elastic/imbalance": 1.5}
+
+
+HELD = ("data_s", "copy_s", "imbalance", "pad_share", "expert_load")
+
+
+def _slow(event: object) -> object:
+    if not isinstance(event, StepDone):
+        return event
+    return replace(event, data_s=0.25, copy_s=0.125, imbalance=1.5)
+
+
 def test_a_transition_is_told_with_the_next_step_that_is_told() -> None:
     """That behind the loss begins with a step that was told before."""
     told = {

@@ -109,6 +109,11 @@ export function useLink(): Link {
       };
       source.onerror = () => setLink((known) => (known.open ? { ...known, open: false } : known));
     };
+    // a page that is kept for the way back keeps no connection: a browser has six to a host
+    const left = () => source?.close();
+    const back = (event: PageTransitionEvent) => { if (event.persisted) begin(); };
+    addEventListener("pagehide", left);
+    addEventListener("pageshow", back);
     begin();
     timer = window.setInterval(() => {
       if (Date.now() - heard < SILENT_MS) return;
@@ -117,6 +122,8 @@ export function useLink(): Link {
     }, 3000);
     return () => {
       window.clearInterval(timer);
+      removeEventListener("pagehide", left);
+      removeEventListener("pageshow", back);
       source?.close();
     };
   }, []);
