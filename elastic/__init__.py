@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from elastic.cluster.ray_train.script_log import log
     from elastic.cluster.ray_train.train_types import train_loop
     from elastic.models.attention import attention, positions
+    from elastic.worker.loop.hf_trainer import prepare_trainer
     from elastic.worker.loop.loop import loop
 
 __all__ = [
     "ElasticError", "ElasticTrainer", "InfeasiblePlan", "InternalError", "Layout", "NoCapacity",
     "Options", "Plan", "Pool", "Program", "ProgramError", "Result", "SpecError", "StateLost",
-    "Weights", "__version__", "attention", "log", "loop", "positions", "run", "train_loop",
+    "Weights", "__version__", "attention", "log", "loop", "positions", "prepare_trainer", "run",
+    "train_loop",
 ]  # fmt: skip
 
 
@@ -47,6 +49,10 @@ def __getattr__(name: str) -> Any:
         from elastic.worker.loop.loop import loop
 
         return loop
+    if name == "prepare_trainer":
+        from elastic.worker.loop.hf_trainer import prepare_trainer
+
+        return prepare_trainer
     if name == "log":
         from elastic.cluster.ray_train.script_log import log
 
