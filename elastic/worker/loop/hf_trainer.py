@@ -43,7 +43,7 @@ TAKEN = {
 NO_MATTER = {
     "average_tokens_across_devices", "per_device_eval_batch_size", "prediction_loss_only",
     "do_train", "do_eval", "do_predict", "logging_strategy", "logging_steps",
-    "logging_first_step", "logging_dir", "log_on_each_node", "logging_nan_inf_filter",
+    "logging_first_step", "log_on_each_node", "logging_nan_inf_filter",
     "log_level", "log_level_replica", "disable_tqdm", "run_name", "project",
     "skip_memory_metrics", "dataloader_pin_memory", "dataloader_persistent_workers",
     "dataloader_prefetch_factor", "dataloader_in_order", "dataloader_drop_last",
