@@ -33,6 +33,13 @@ __all__ = [
     "train_loop",
 ]  # fmt: skip
 
+IN_A_LOOP = {  # what others call it -> what it is of `elastic.loop`
+    "get_world_size": "it is run.world_size",
+    "get_rank": "it is run.rank",
+    "report": "it is run.log({...})",
+    "get_checkpoint": "the state is there",
+}
+
 
 def __getattr__(name: str) -> Any:
     """What stands in `elastic.api` is imported when it is first asked for: jobs import this package
@@ -61,4 +68,5 @@ def __getattr__(name: str) -> Any:
         from elastic.cluster.ray_train.train_types import train_loop
 
         return train_loop
-    raise AttributeError(f"module 'elastic' has no attribute '{name}'")
+    instead = f"; {IN_A_LOOP[name]} inside the loop" if name in IN_A_LOOP else ""
+    raise AttributeError(f"module 'elastic' has no attribute '{name}'{instead}")

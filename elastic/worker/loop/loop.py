@@ -287,6 +287,12 @@ class Run:
         self.logged = LoggedNumbers()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "world_size":
+            raise ProgramError(
+                "run.world_size was asked for before the first batch; it is there inside `for "
+                "batch in run`, and changes when workers do: global_batch, and with it the "
+                "learning rate, does not depend on it"
+            )
         if name in WITH_A_BATCH:
             raise ProgramError(
                 f"run.{name} was asked for before the first batch; it is there inside `for batch "
