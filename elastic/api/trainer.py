@@ -156,7 +156,7 @@ class ElasticTrainer:
             else:
                 result = run_job(self._prepared(job_of(data, self._file, WHERE), run), options)
         if result.outcome == "stopped":
-            lines = find_runs.stopped_lines(name, result.reason, words, naming)
+            lines = find_runs.stopped_lines(name, result.reason, words, naming=naming)
             print(lines, end="", file=sys.stderr, flush=True)
         return self._told(result, run)
 

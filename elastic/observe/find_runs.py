@@ -170,7 +170,7 @@ def again(words: Sequence[str], run: str) -> str:
     return shlex.join(["elastic", words[0], *([] if named else ["--run-name", run]), *words[1:]])
 
 
-def stopped_lines(run: str, reason: str, words: Sequence[str], naming: str = "") -> str:
+def stopped_lines(run: str, reason: str, words: Sequence[str], *, naming: str = "") -> str:
     """What a run that was stopped ends with; `naming`: what its file has to say first, so that the
     same command means this run."""
     first = f"{naming}, then: " if naming else ""

@@ -55,7 +55,7 @@ def run(
     if result.outcome == "stopped" and not options.words:  # else whoever has typed them says it
         known = f"give elastic.Options(run_name='{result.run}')" if not options.run_name else ""
         words = find_runs.python_words()
-        lines = find_runs.stopped_lines(result.run, result.reason, words, known)
+        lines = find_runs.stopped_lines(result.run, result.reason, words, naming=known)
         print(lines, end="", file=sys.stderr, flush=True)
     return result
 
