@@ -23,13 +23,22 @@ if TYPE_CHECKING:
     from elastic.cluster.ray_train.script_log import log
     from elastic.cluster.ray_train.train_types import train_loop
     from elastic.models.attention import attention, positions
+    from elastic.worker.loop.hf_trainer import prepare_trainer
     from elastic.worker.loop.loop import loop
 
 __all__ = [
     "ElasticError", "ElasticTrainer", "InfeasiblePlan", "InternalError", "Layout", "NoCapacity",
     "Options", "Plan", "Pool", "Program", "ProgramError", "Result", "SpecError", "StateLost",
-    "Weights", "__version__", "attention", "log", "loop", "positions", "run", "train_loop",
+    "Weights", "__version__", "attention", "log", "loop", "positions", "prepare_trainer", "run",
+    "train_loop",
 ]  # fmt: skip
+
+IN_A_LOOP = {  # what others call it -> what it is of `elastic.loop`
+    "get_world_size": "it is run.world_size",
+    "get_rank": "it is run.rank",
+    "report": "it is run.log({...})",
+    "get_checkpoint": "the state is there",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -47,6 +56,10 @@ def __getattr__(name: str) -> Any:
         from elastic.worker.loop.loop import loop
 
         return loop
+    if name == "prepare_trainer":
+        from elastic.worker.loop.hf_trainer import prepare_trainer
+
+        return prepare_trainer
     if name == "log":
         from elastic.cluster.ray_train.script_log import log
 
@@ -55,4 +68,5 @@ def __getattr__(name: str) -> Any:
         from elastic.cluster.ray_train.train_types import train_loop
 
         return train_loop
-    raise AttributeError(f"module 'elastic' has no attribute '{name}'")
+    instead = f"; {IN_A_LOOP[name]} inside the loop" if name in IN_A_LOOP else ""
+    raise AttributeError(f"module 'elastic' has no attribute '{name}'{instead}")

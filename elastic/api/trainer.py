@@ -4,6 +4,7 @@ translates its types."""
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -131,6 +132,8 @@ class ElasticTrainer:
             if not RUN_NAME.fullmatch(name):
                 raise SpecError(f"RunConfig(name='{name}'): letters, digits, '.', '_' and '-' only")
             run = open_storage(f"{find_runs.storage_uri(data.get('storage'))}/{name}")
+            words = find_runs.python_words()
+            naming = f"give RunConfig(name='{name}')" if train_types.MADE_UP.match(name) else ""
             options = Options(
                 run_name=name,
                 address=address,
@@ -141,6 +144,7 @@ class ElasticTrainer:
                 no_budget=self.no_budget,
                 on_step=self.on_step,
                 show=self._wanted.show,
+                words=() if naming else words,
             )
             if self._wanted.show:
                 print("".join(f"note: {note}\n" for note in self._wanted.notes), end="", flush=True)
@@ -151,6 +155,9 @@ class ElasticTrainer:
                 )
             else:
                 result = run_job(self._prepared(job_of(data, self._file, WHERE), run), options)
+        if result.outcome == "stopped":
+            lines = find_runs.stopped_lines(name, result.reason, words, naming=naming)
+            print(lines, end="", file=sys.stderr, flush=True)
         return self._told(result, run)
 
     def _job(self, on_cluster: bool) -> dict[str, Any]:

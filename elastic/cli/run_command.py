@@ -151,10 +151,11 @@ def _ran(given: argparse.Namespace) -> int:
         result = api.run(given.job, options=options)
     if given.json:
         print(json.dumps(result.summary))
-    elif result.outcome != "succeeded":
-        print(f"elastic: run {result.run} {result.outcome}: {result.reason}", file=sys.stderr)
+    elif result.outcome == "failed":
+        print(f"elastic: run {result.run} failed: {result.reason}", file=sys.stderr)
     if result.outcome == "stopped":
-        print(f"elastic: to resume it: {find_runs.again(given.words, result.run)}", file=sys.stderr)
+        lines = find_runs.stopped_lines(result.run, result.reason, given.words)
+        print(lines, end="", file=sys.stderr)
     return EXIT[result.outcome]
 
 

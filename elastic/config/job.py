@@ -424,7 +424,11 @@ def job_data(folder: str | Path, overrides: Iterable[str] = ()) -> tuple[dict[st
     file = root / "job.yaml"
     shown = Path(folder) / "job.yaml"
     if not root.is_dir():
-        what = "a file; a script is given by --script" if root.is_file() else "no such folder"
+        what = "no such folder"
+        if root.is_file():
+            what = (
+                f"a file; elastic run --script starts it, `script: {root.name}` in a job.yaml too"
+            )
         if root.is_file() and root.name in ("job.yaml", "program.py"):
             what = f"a file; its folder is meant, {root.parent.name}"
         raise SpecError(f"{folder}: {what}; a job is a folder with job.yaml and program.py")

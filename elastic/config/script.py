@@ -1,5 +1,5 @@
 """A training script of a user's own: where it stands, and, without running it, whether it enters
-`elastic.loop`."""
+`elastic.loop`, by itself or by a Trainer that `elastic.prepare_trainer` was given."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from elastic.errors import SpecError
 
 RAY_STARTS = ("Trainer", ".Tuner")  # what Ray's classes are called that start workers
+ENTER = ("loop", "prepare_trainer")
 STARTS_A_RUN = ("elastic.ElasticTrainer", "elastic.run", "elastic.api.run")
 
 
@@ -66,7 +67,7 @@ def _trainer_in(tree: ast.Module) -> tuple[str, int, bool] | None:
 
 
 def enters_loop(file: Path) -> bool:
-    """Does the script call `elastic.loop` (under whatever name it imports it)? Read from its
+    """Does the script call one of `ENTER` (under whatever name it imports it)? Read from its
     text."""
     tree = _parsed(file)
     modules, names = set[str](), set[str]()
@@ -76,7 +77,7 @@ def enters_loop(file: Path) -> bool:
                 alias.asname or alias.name for alias in node.names if alias.name == "elastic"
             }
         elif isinstance(node, ast.ImportFrom) and node.module == "elastic" and not node.level:
-            names |= {alias.asname or alias.name for alias in node.names if alias.name == "loop"}
+            names |= {alias.asname or alias.name for alias in node.names if alias.name in ENTER}
     return any(
         _is_loop(node.func, modules, names) for node in ast.walk(tree) if isinstance(node, ast.Call)
     )
@@ -85,7 +86,7 @@ def enters_loop(file: Path) -> bool:
 def _is_loop(called: ast.expr, modules: set[str], names: set[str]) -> bool:
     if isinstance(called, ast.Attribute):
         return (
-            called.attr == "loop"
+            called.attr in ENTER
             and isinstance(called.value, ast.Name)
             and called.value.id in modules
         )

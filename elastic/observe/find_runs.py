@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shlex
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
@@ -160,10 +161,28 @@ def view(run: RunFolder) -> View:
 
 
 def again(words: Sequence[str], run: str) -> str:
-    """The command line that resumes `run`, by the words of the one that began it."""
+    """The command line that resumes `run`, by the words of the one that began it: what was typed
+    behind `elastic`, or a whole command that names the run in its own file."""
+    if words[0] != "run":
+        return shlex.join(words)
     own = words[: words.index("--")] if "--" in words else words
     named = any(word.split("=")[0] == "--run-name" for word in own)
     return shlex.join(["elastic", words[0], *([] if named else ["--run-name", run]), *words[1:]])
+
+
+def stopped_lines(run: str, reason: str, words: Sequence[str], *, naming: str = "") -> str:
+    """What a run that was stopped ends with; `naming`: what its file has to say first, so that the
+    same command means this run."""
+    first = f"{naming}, then: " if naming else ""
+    resumed = f"elastic: to resume it: {first}{again(words, run)}\n" if words else ""
+    return f"elastic: run {run} stopped: {reason}\n{resumed}"
+
+
+def python_words() -> tuple[str, ...]:
+    """The command that started this process with a file of the user's; () = there is none, as in a
+    notebook."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return ("python", *sys.orig_argv[1:]) if file and "ipykernel" not in file else ()
 
 
 def resuming(run: RunFolder, job: Job) -> str:

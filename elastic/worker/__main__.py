@@ -93,12 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell_launcher(why: str) -> None:
-    """torchrun ends with a block about the rank that failed first: this becomes its last line."""
+    """torchrun ends with a block about the rank that failed first: this becomes its last line, by
+    itself, in the form of its own `record` (of another it says so, in two lines more)."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
+        line = f"elastic.worker: {' '.join(why.split())}"
+        shown = {"py_callstack": f"\n{line}", "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            message = f"elastic.worker: {' '.join(why.split())}"
-            told = {"message": message, "timestamp": str(int(time.time()))}
+            told = {"message": {"message": line, "errorCode": 1, "extraInfo": shown}}
             Path(file).write_text(json.dumps(told))
 
 

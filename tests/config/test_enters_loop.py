@@ -24,6 +24,8 @@ def script(folder: Path, text: str) -> Path:
         ("import elastic as el\ndef main():\n    with el.loop(model=m) as run: pass", True),
         ("from elastic import loop\nwith loop(model=m) as run: pass", True),
         ("from elastic import Program, loop as ours\nwith ours(model=m) as run: pass", True),
+        ("import elastic\nt = elastic.prepare_trainer(Trainer(model=m))\nt.train()", True),
+        ("from elastic import prepare_trainer as p\np(t).train()", True),
         ("import torch\nloop(3)", False),
         ("import elastic\nelastic.run('job')  # elastic.loop(", False),
         ("import asyncio as elastic\nelastic.loop()", False),

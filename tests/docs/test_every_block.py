@@ -88,7 +88,8 @@ OTHERS = {
     },
     "huggingface.md": {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
-        "-from transformers": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
+        "import torch": "docs/test_ways_in.py::test_the_trainer_of_the_page_trains",
+        "+import elastic": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
     },
     "install.md": {
         "make dist": "deploy/test_wheel.py::test_the_version_is_the_same_wherever_it_stands",

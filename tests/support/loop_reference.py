@@ -73,8 +73,8 @@ def train_script_alone(file: Path, args: Sequence[str], seed: int, steps: int) -
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad /= tokens
-        if script.clip_grad_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), script.clip_grad_norm)
+        if clip := script.clip_grad_norm or at_loop.program.settings.get("clip_grad_norm"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         for optimizer in each.values():
             optimizer.step()
             optimizer.zero_grad()

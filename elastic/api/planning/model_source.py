@@ -27,6 +27,10 @@ from elastic.types.typed_job import Precision
 
 MUCH = 2.0  # times the published batch
 OF_JOB = "the job"  # where the price of a pool is from that the job names, or has by default
+OF_A_SCRIPT = (
+    "a script's own lines are not counted, its loss neither: planned from the first run.model(...) "
+    "of its loop"
+)
 OWN_POOLS = (
     "neither the job nor --cluster names pools: planned for what elastic run would start on this "
     "machine"
@@ -170,7 +174,7 @@ def _of_spec(
     spec: JobSpec, program: Program, where: str, *, notes: tuple[str, ...],
     comparison: LayoutCheck | None,
 ) -> Subject:  # fmt: skip
-    from elastic.worker.equivalence.job_numbers import model_profile_of, samples_of
+    from elastic.worker.equivalence.job_numbers import model_profile_of, sample_of_call, samples_of
     from elastic.worker.hosting.resume_checks import check_loss
 
     pools = tuple(pool.pool() for pool in spec.pools)
@@ -183,14 +187,16 @@ def _of_spec(
             for sample in samples_of(program, even, 1)
             for value in sample.values()
         )
+        if spec.script and (called := sample_of_call(program, job)):
+            model, notes = replace(model, sample=called), (*notes, OF_A_SCRIPT)
         unequal = model.sample is None
         model = model_profile_of(program, even) if unequal else model
         model = _closed(spec, program, model, job=job, comparison=comparison)
     if model.sample is None:
         raise SpecError(
-            f"{where}: what a script computes is known when it runs, so it cannot be planned; plan "
-            f"a model of its size ({n_of(model.n_params, 'parameter')}): elastic plan --model 1b "
-            "--cluster FILE"
+            f"{where}: its loop was not followed to its first run.model(...), so it cannot be "
+            f"planned; plan a model of its size ({n_of(model.n_params, 'parameter')}): elastic "
+            "plan --model 1b --cluster FILE"
         )
     if unequal:
         like = (

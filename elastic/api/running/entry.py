@@ -18,6 +18,7 @@ from elastic.api.running.run import Result, run_job
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.script import check_starts_nothing, enters_loop, script_file
 from elastic.errors import OF_ITS_USER, SpecError
+from elastic.observe import find_runs
 from elastic.observe.metrics.metrics_files import OnStep
 from elastic.observe.terminal import start_line
 from elastic.program import Program, load_program
@@ -48,8 +49,15 @@ def run(
     if on_step is not None:
         options = replace(options, on_step=on_step)
     if not isinstance(program, Program) and job is None:
-        return run_folder(program, options)
-    return run_job(job_given(program, job, options), options)
+        result = run_folder(program, options)
+    else:
+        result = run_job(job_given(program, job, options), options)
+    if result.outcome == "stopped" and not options.words:  # else whoever has typed them says it
+        known = f"give elastic.Options(run_name='{result.run}')" if not options.run_name else ""
+        words = find_runs.python_words()
+        lines = find_runs.stopped_lines(result.run, result.reason, words, naming=known)
+        print(lines, end="", file=sys.stderr, flush=True)
+    return result
 
 
 def run_script(
@@ -123,7 +131,8 @@ def loaded_from(folder: str | Path, data: Mapping[str, Any], where: str) -> tupl
     file, args, data = _script_of(folder, data, where)
     if not enters_loop(file):
         raise SpecError(
-            f"{where}: {file.name} does not enter elastic.loop: what it trains is not known"
+            f"{where}: {file.name} does not enter elastic.loop: what it trains is not known; a "
+            "model of its size can be planned: elastic plan --model 1b --gpus H100:8"
         )
     return _loop_job(file, args, data, where=where)
 

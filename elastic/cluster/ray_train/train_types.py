@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
@@ -23,6 +24,7 @@ from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABE
 
 POOL = "workers"  # where the job names none
 DEPRECATED = "DEPRECATED"
+MADE_UP = re.compile(r"ray_train_run-\d")  # a name that RunConfig has made by the clock
 SHOWN_AT = ("DEBUG", "INFO", "NOTSET")
 FAILED = ray.train.TrainingFailedError  # what `fit` raises, as that of Ray Train does
 

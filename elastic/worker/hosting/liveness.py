@@ -11,7 +11,7 @@ from elastic.types import Event, FailureKind, Job, Plan, Silent, WorkerFailed, W
 from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks, unlike_collectives
 from elastic.worker.process.beat import Beat
 from elastic.worker.process.call_log import PartCalls, difference, unshared
-from elastic.worker.process.doing import PATIENT, WAITING, Doing
+from elastic.worker.process.doing import PATIENT, WAITING
 
 STEPPING_LEAST_S, STEP_TIMES = 1.0, 5.0
 # of the machine's lateness, half of which is forgotten in this time

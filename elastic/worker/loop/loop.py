@@ -18,7 +18,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from torch import nn
 from elastic.config.job import loop_keys
 from elastic.errors import ProgramError, SpecError
 from elastic.models.blocks import blocks_of
+from elastic.worker.loop.forgotten_state import forgotten, taken
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.logged_numbers import LoggedNumbers
 from elastic.worker.loop.loop_model import LoopModel
@@ -164,7 +165,10 @@ class loop:
         if host is None:
             _refuse_a_plain_start(frame)
             raise SpecError(NO_HOST)
-        return host.entered(Run(self._program(), self.optimizer))
+        caller = frame.f_back if frame is not None else None
+        mine = {**by_name(self.optimizer), **{f"extra {k}": x for k, x in self.extra_state.items()}}
+        lines = forgotten(caller, taken(self.model, mine))
+        return host.entered(Run(replace(self._program(), notes=lines), self.optimizer))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
@@ -283,6 +287,12 @@ class Run:
         self.logged = LoggedNumbers()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "world_size":
+            raise ProgramError(
+                "run.world_size was asked for before the first batch; it is there inside `for "
+                "batch in run`, and changes when workers do: global_batch, and with it the "
+                "learning rate, does not depend on it"
+            )
         if name in WITH_A_BATCH:
             raise ProgramError(
                 f"run.{name} was asked for before the first batch; it is there inside `for batch "

@@ -134,7 +134,8 @@ def capture(
     has made. Raises SpecError where it never enters it, and for what the trial has found."""
     trial, _ = _tried(ScriptSource(str(file), tuple(args), seed, function))
     assert trial.program is not None
-    return replace(trial.program, called=next(iter(trial.calls), None), notes=trial.notes)
+    notes = (*trial.program.notes, *trial.notes)
+    return replace(trial.program, called=next(iter(trial.calls), None), notes=notes)
 
 
 def first_call(source: ScriptSource, first: FirstBatch) -> LoopProgram:

@@ -147,7 +147,10 @@ class StandaloneRun:
     ) -> None:
         self.wishes = wishes
         self.me = Started.of(environment)
-        self.layout: Layout = layout_of(spec, self.me.world_size, wishes.layout)
+        try:
+            self.layout: Layout = layout_of(spec, self.me.world_size, wishes.layout)
+        except SpecError as error:  # the same on every rank
+            raise error if self.leads else StartRefused(str(error)) from error
         self.spec = spec.at(self.layout)
         self.name = wishes.run_name or spec.name
         root = (

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from support.places import PROGRAMS
 
-from elastic.api.planning.model_source import Subject, machines_of, made_up_data, of_job, of_model
+from elastic.api.planning.model_source import (
+    OF_A_SCRIPT,
+    Subject,
+    machines_of,
+    made_up_data,
+    of_job,
+    of_model,
+)
 from elastic.cli.command_line import main
 from elastic.config.hardware import PLACE
 from elastic.data.open_datasets import dataset_of
@@ -142,3 +149,67 @@ def test_the_batch_of_a_published_model() -> None:
     assert "as is usual" in of_model(own).notes[0]
     assert of_model(own, 10**6).notes == ()
     assert of_model("gpt2-124m", 8, "float16").job.precision == "float16"
+
+
+def test_a_script_is_planned_by_the_first_call_of_its_model(tmp_path: Path) -> None:
+    """As the same model in a program, but for the loss; also where its body asks for its step
+    first. One that enters no loop is told how a plan is made."""
+    texts = {"program.py": PROGRAM, "train.py": LOOP.replace("STEP", "run.step_index")}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(NET + text)
+    keys = "steps: 4\nglobal_batch: 8\n"
+    (tmp_path / "job.yaml").write_text(keys)
+    program = of_job(str(tmp_path)).model.sample
+    (tmp_path / "job.yaml").write_text(keys + "script: train.py\n")
+    found = of_job(str(tmp_path))
+    script = found.model.sample
+    assert program is not None and script is not None
+    assert script.matmuls == program.matmuls and script.tokens == program.tokens == 5
+    assert 0.9 * program.flop < script.flop <= program.flop
+    assert OF_A_SCRIPT in found.notes
+    (tmp_path / "train.py").write_text("import torch")
+    with pytest.raises(SpecError, match=r"train.py does not enter elastic.loop: .* elastic plan"):
+        of_job(str(tmp_path))
+    with pytest.raises(SpecError, match=r"train.py: a file; elastic run --script starts it, `scr"):
+        of_job(str(tmp_path / "train.py"))
+
+
+NET = """
+import torch, elastic
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+rows = [{"input": torch.arange(5) + i % 8, "target": torch.arange(5)} for i in range(32)]
+"""
+PROGRAM = """
+program = elastic.Program(
+    model=Net, dataset=lambda: rows, loss=lambda output, batch: loss(output, batch["target"]),
+    optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+"""
+LOOP = """
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with elastic.loop(model=net, optimizer=optimizer, dataset=rows) as run:
+    for batch in run:
+        rate = STEP
+        run.backward(loss(run.model(batch["input"]), batch["target"]))
+        run.step()
+"""

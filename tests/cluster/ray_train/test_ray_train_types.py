@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import runpy
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,43 @@ def test_a_failed_run_raises_as_ray_train_does(
     run = Run(name="r", storage_path=str(tmp_path))
     with pytest.raises(train.TrainingFailedError, match="step 3: boom"):
         elastic.ElasticTrainer(tiny, job={"steps": 2, "global_batch": 4}, run_config=run).fit()
+
+
+def test_a_stopped_run_says_how_to_resume_it(
+    tiny: Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command that started this process; a name that Ray has made has to be given first."""
+    from elastic.api import trainer
+    from elastic.api.running.run import Result
+    from elastic.observe import find_runs
+
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "fit.py")
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "fit.py", "--lr", "1 0"])
+    words: list[tuple[str, ...]] = []
+
+    def stopped(spec: Any, options: Any) -> Result:
+        words.append(options.words)
+        return Result(options.run_name, "stopped", {"reason": "signal SIGINT"}, tmp_path)
+
+    monkeypatch.setattr(trainer, "run_job", stopped)
+    made_up, line = "ray_train_run-2026-11-26_17-00-00", "python fit.py --lr '1 0'"
+    for name, first in (("r", ""), (made_up, f"give RunConfig(name='{made_up}'), then: ")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "journal.jsonl").write_text("")
+        run = Run(name=name, storage_path=str(tmp_path))
+        elastic.ElasticTrainer(tiny, job={"steps": 2, "global_batch": 4}, run_config=run).fit()
+        assert capsys.readouterr().err.splitlines() == [
+            f"elastic: run {name} stopped: signal SIGINT",
+            f"elastic: to resume it: {first}{line}",
+        ]
+    # what `elastic status` is told too, where the command alone resumes it
+    assert words == [("python", "fit.py", "--lr", "1 0"), ()]
+    assert find_runs.again(words[0], "r") == line
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    assert find_runs.python_words() == ()
 
 
 def test_what_train_loop_is_given() -> None:

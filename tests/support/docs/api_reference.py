@@ -25,6 +25,7 @@ has the examples. `import elastic` imports neither torch nor Ray.
 SECTIONS = (  # heading, page with examples, names
     ("A program of your own", "program.md", ("Program", "Weights", "attention", "positions")),
     ("Your own loop", "loop.md", ("loop", "Run")),
+    ("A script with a Trainer of transformers", "huggingface.md", ("prepare_trainer",)),
     ("A script that is started over", "script.md", ("log",)),
     ("Start a run", "program.md", ("run", "Options", "Result")),
     ("In the place of a TorchTrainer", "ray-train.md", ("ElasticTrainer", "train_loop")),

@@ -145,3 +145,14 @@ def test_steps_must_be_said_somewhere(tmp_path: Path) -> None:
     said = r"'steps' is missing; give it to elastic.loop\(steps=...\), or by --set steps=N"
     with pytest.raises(SpecError, match=said):
         elastic.api.run_script(str(file))
+
+
+def test_what_others_call_it_is_told_what_it_is_here(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match="get_world_size'; it is run.world_size inside the l"):
+        _ = elastic.get_world_size  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
+        _ = elastic.nothing  # type: ignore[attr-defined]
+    (tmp_path / "train.py").write_text(TEXT.format(keys={}).replace("pass", "run.world_size"))
+    (tmp_path / "job.yaml").write_text("script: train.py\nsteps: 1\nglobal_batch: 2\n")
+    with pytest.raises(SpecError, match="run.world_size was asked for before .* global_batch, and"):
+        loaded(tmp_path)

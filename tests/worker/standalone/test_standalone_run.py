@@ -40,7 +40,11 @@ from support.worker.torchrun import (
     run,
     started,
 )
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    error_handler,
+)
 
 from elastic.config.job import JobSpec, load_job
 from elastic.errors import LostContact, SpecError
@@ -458,17 +462,35 @@ def left_readers() -> list[int]:
     return found
 
 
+WRONG = {
+    ("--set", "stepz=3"): "unknown key 'stepz'",
+    ("--layout", "tp=3"): "2 ranks were started, its layout is 'tp=3' (3 ranks)",
+}
+
+
 def test_a_refusal_is_the_last_line_of_torchrun_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """torchrun shows of each rank what its error file holds."""
+    """torchrun shows of each rank what its error file holds: before the rule that ends its block.
+    What is the same on every rank rank 0 says."""
+    warned: list[Any] = []
+    monkeypatch.setattr(error_handler.logger, "warning", lambda *words: warned.append(words))
+    for name, value in ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1"):
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.chdir(job(tmp_path))
     for rank, shown in ((0, 1), (1, 0)):
         file = tmp_path / f"error-{rank}.json"
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         monkeypatch.setenv("RANK", str(rank))
-        assert worker_command.main((".", "--set", "stepz=3")) == 2
-        assert capfd.readouterr().err.count("unknown key 'stepz'") == shown
-        failed = ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(file))
-        assert failed.message.startswith("elastic.worker: --set stepz: unknown key 'stepz'")
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        for words, said in WRONG.items():
+            assert worker_command.main((".", *words)) == 2
+            assert capfd.readouterr().err.count(said) == shown
+            failed = ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(file))
+            block = str(ChildFailedError("elastic.worker", {rank: failed})).rstrip().splitlines()
+            assert block[-2].startswith("  elastic.worker: ") and said in block[-2]
+            assert set(block[-1]) == {"="}
+            # before, torchrun warns of a form that is not its own
+            error_handler.ErrorHandler().dump_error_file(str(file), 2)
+            assert not [text for text, *_ in warned if "message format" in text]

@@ -1,0 +1,123 @@
+"""What a script carries from step to step beside the model and its `extra_state`: a worker that
+comes later, or a run that is resumed, begins with it anew. Read from the names that the script has
+where it enters its loop, and from its text."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+ANEW = "a worker that comes later, and a run that is resumed, begin with it anew"
+
+
+def forgotten(frame: FrameType | None, given: Mapping[int, Any]) -> tuple[str, ...]:
+    """Lines that name it. `frame`: where the loop was entered; `given`: what it was given, by
+    id."""
+    if frame is None:
+        return ()
+    where = f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
+    here = {**frame.f_globals, **frame.f_locals}
+    objects = {name: type(x).__name__ for name, x in here.items() if _keeps(x, given)}
+    found = [
+        f"{where}: {name} ({kind}) has a state_dict() and is not in extra_state: unless it "
+        f"stays as it is, {ANEW}; give extra_state={{'{name}': {name}}}"
+        for name, kind in objects.items()
+    ]
+    try:
+        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # no file, as in a notebook
+        return tuple(found)
+    for name, line in _carried(tree, frame.f_lineno):
+        found.append(
+            f"{os.path.basename(frame.f_code.co_filename)}, line {line}: {name} is carried from "
+            f"step to step: {ANEW}; what must not be lost belongs into an object of extra_state, "
+            "or follows from run.step_index"
+        )
+    return tuple(found)
+
+
+def _keeps(value: Any, given: Mapping[int, Any]) -> bool:
+    """Has the object state that nobody else takes along? Nothing of it is called but
+    `state_dict`."""
+    if inspect.isclass(value) or inspect.ismodule(value) or id(value) in given:
+        return False
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(inspect.getattr_static(type(value), method, None)):
+            return False
+    try:
+        return bool(value.state_dict())
+    except Exception:  # noqa: BLE001 - the user's own code: then nothing is said of it
+        return False
+
+
+def taken(model: nn.Module, others: Mapping[str, Any]) -> dict[int, Any]:
+    """By id: the model's own modules, and the objects of `extra_state` and the optimizers."""
+    return {id(one): one for one in (*model.modules(), *others.values())}
+
+
+# ------------------------------------------------------------------------------------ from the text
+
+
+def _carried(tree: ast.Module, line: int) -> Iterator[tuple[str, int]]:
+    """Names that the loop's body makes of what they were (n += 1), and that are first set before
+    the loop that was entered in that line."""
+    scope: ast.AST = tree
+    for node in ast.walk(tree):  # the innermost function is walked last
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            scope = node
+    loops = [
+        node
+        for node in ast.walk(scope)
+        if isinstance(node, ast.For) and node.lineno >= line and isinstance(node.iter, ast.Name)
+    ]
+    runs = _runs(scope, line)
+    for loop in loops:
+        assert isinstance(loop.iter, ast.Name)
+        if loop.iter.id not in runs:
+            continue
+        before = {name for name, at, _ in _set(scope) if at < line}
+        fresh = set[str]()  # what a step sets anew
+        for name, at, itself in _set(loop):
+            if itself and name in before and name not in fresh:
+                yield name, at
+            fresh.add(name)
+
+
+def _runs(scope: ast.AST, line: int) -> set[str]:
+    """What the loop that is entered in `line` is called."""
+    found = set[str]()
+    for node in ast.walk(scope):
+        last = getattr(node, "end_lineno", 0) or 0
+        if isinstance(node, ast.With) and node.lineno <= line <= node.body[0].lineno:
+            found |= {
+                item.optional_vars.id
+                for item in node.items
+                if isinstance(item.optional_vars, ast.Name)
+            }
+        elif isinstance(node, ast.Assign) and node.lineno <= line <= last:
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _set(scope: ast.AST) -> list[tuple[str, int, bool]]:
+    """Names that are set, in the order of the text, with their lines: is it made of what it
+    was?"""
+    found = []
+    for node in ast.walk(scope):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            found.append((node.target.id, node.lineno, True))
+        elif isinstance(node, ast.Assign):
+            read = {one.id for one in ast.walk(node.value) if isinstance(one, ast.Name)}
+            found += [
+                (target.id, node.lineno, target.id in read)
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            ]
+    return sorted(found, key=lambda one: one[1])

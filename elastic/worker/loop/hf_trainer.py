@@ -1,0 +1,384 @@
+"""`elastic.prepare_trainer`: a script with the `Trainer` of transformers, changed live.
+
+```python
+trainer = elastic.prepare_trainer(Trainer(model=model, args=args, train_dataset=rows))
+trainer.train()
+```
+The Trainer's arguments become keys of the job, its optimizer and schedule stay its own, and its
+loop is `elastic.loop`. What of it has no meaning here is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from elastic.errors import ProgramError, SpecError
+from elastic.worker.loop.loop import Run, loop
+from elastic.worker.program.calls import cut_rows
+from elastic.worker.program.loop_program import map_style
+
+Batch = Mapping[str, torch.Tensor]
+HERE = "elastic.prepare_trainer"
+IGNORED = -100
+OWN_LOOP = "write the loop (docs/loop.md)"
+
+# of TrainingArguments: what becomes keys of the job, or is read here
+TAKEN = {
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "max_grad_norm", "bf16", "activation_checkpointing", "gradient_checkpointing",
+    "torch_compile", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+    "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "report_to", "seed", "data_seed", "dataloader_num_workers", "remove_unused_columns",
+    "use_cache", "output_dir",
+}  # fmt: skip
+# what is said and shown, and how processes of its own would be run: the run does it its way
+NO_MATTER = {
+    "average_tokens_across_devices", "per_device_eval_batch_size", "prediction_loss_only",
+    "do_train", "do_eval", "do_predict", "logging_strategy", "logging_steps",
+    "logging_first_step", "log_on_each_node", "logging_nan_inf_filter",
+    "log_level", "log_level_replica", "disable_tqdm", "run_name", "project",
+    "skip_memory_metrics", "dataloader_pin_memory", "dataloader_persistent_workers",
+    "dataloader_prefetch_factor", "dataloader_in_order", "dataloader_drop_last",
+    "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+    "ddp_static_graph", "ddp_backend", "ddp_timeout", "local_rank", "save_only_model",
+    "save_on_each_node", "ignore_data_skip", "use_cpu", "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs", "eval_accumulation_steps", "torch_empty_cache_steps",
+}  # fmt: skip
+LAYOUT = "the layout is elastic's, layout='dp_shard=4' fixes one; leave it out"
+EXPORT = "`elastic checkpoint export RUN --to FOLDER` writes the model"
+WHY = {
+    "deepspeed": LAYOUT,
+    "fsdp": LAYOUT,
+    "fsdp_config": LAYOUT,
+    "parallelism_config": LAYOUT,
+    "accelerator_config": LAYOUT,
+    "fp16": "give bf16=True, or elastic.prepare_trainer(trainer, precision='float16')",
+    "push_to_hub": f"{EXPORT}; leave it out",
+    "resume_from_checkpoint": "the same --run-name resumes, from its own checkpoints; leave it out",
+    "train_sampling_strategy": "the order is elastic's, each sample of an epoch once; leave it out",
+    "auto_find_batch_size": "a layout that has no room is left by itself; leave it out",
+}
+NOT_DONE = f"elastic does not do it; leave it out, or {OWN_LOOP}"
+# of the Trainer's own arguments
+OF_A_TRAINER = {
+    "compute_metrics": f"the loss of eval_dataset is reported; for more {OWN_LOOP}, with evaluate=",
+    "preprocess_logits_for_metrics": "there is no compute_metrics; leave it out",
+    "compute_loss_func": f"the model's own loss is taken; for another {OWN_LOOP}",
+}
+SHOWING = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
+OVERRIDABLE = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
+AFTERWARDS = {  # methods that cannot be what they were
+    "evaluate": "validation_loss is in the run's report.json and metrics.csv, after eval_steps and "
+    "after the last step",
+    "predict": EXPORT,
+    "push_to_hub": EXPORT,
+    "hyperparameter_search": "start a run for each trial",
+}
+BY_ONE_RANK = ("log_metrics", "save_metrics", "save_state", "create_model_card")
+
+
+def prepare_trainer(trainer: Any, **job: Any) -> Any:
+    """A `transformers.Trainer` whose train() enters `elastic.loop`; the script is started by
+    `elastic run --script`.
+
+    trainer: a Trainer of plain TrainingArguments; docs/huggingface.md says what becomes of each.
+    job:     other keywords of elastic.loop, keys of job.yaml among them. global_batch: samples per
+             step, whatever the number of workers; default: what the arguments say of one device.
+
+    Raises SpecError, from train(), that names an argument which has no meaning here.
+    """
+    return PreparedTrainer(trainer, job)
+
+
+class PreparedTrainer:
+    """Stands where a Trainer stood; what is not here is the Trainer's own."""
+
+    def __init__(self, trainer: Any, job: Mapping[str, Any]) -> None:
+        from transformers import Trainer
+
+        if not isinstance(trainer, Trainer):
+            raise SpecError(
+                f"{HERE}: it is a {type(trainer).__name__}; give a transformers.Trainer"
+            )
+        self.trainer, self.job = trainer, dict(job)
+        self._run: Run | None = None
+
+    def train(self, resume_from_checkpoint: Any = None, **others: Any) -> Any:
+        """Trains to the end of the job; a TrainOutput, as the Trainer's own gives it."""
+        from transformers.trainer_utils import TrainOutput
+
+        check(self.trainer)
+        for name, value in {"resume_from_checkpoint": resume_from_checkpoint, **others}.items():
+            if value and not (name == "resume_from_checkpoint" and value is True):
+                raise SpecError(f"{HERE}: train({name}=...): {WHY.get(name, NOT_DONE)}")
+        given, losses = self._given(), Losses(self.trainer)
+        optimizer, scheduler = self.trainer.create_optimizer(), self.trainer.lr_scheduler
+        most = -(-given["global_batch"] // self.trainer.args.per_device_train_batch_size)
+        entered = loop(
+            model=self.trainer.model,
+            optimizer=optimizer,
+            count=losses.count,
+            **({} if scheduler is None else {"extra_state": {"scheduler": scheduler}}),
+            **given,
+            **self._validation(losses),
+        )
+        rates = LearningRates(self.trainer, optimizer)
+        self._run = run = entered._entered(inspect.currentframe())
+        for batch in run:
+            for part, weight in parts_of(batch, -(-most // run.world_size)):
+                run.backward(losses(run.model, part) * weight)
+            if scheduler is None:
+                rates.set(run.step_index, run.steps)
+            if run.step() and scheduler is not None:
+                scheduler.step()
+        metrics = {} if run.train_loss is None else {"train_loss": run.train_loss}
+        return TrainOutput(run.steps, metrics.get("train_loss", math.nan), metrics)
+
+    def _given(self) -> dict[str, Any]:
+        """What the arguments say of the loop, under what the script says itself."""
+        rows = Collated(
+            map_style(self.trainer.train_dataset, "Trainer(train_dataset=...)"), self.trainer
+        )
+        args = self.trainer.args
+        one = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        if "global_batch" not in self.job:
+            print(
+                f"note: global_batch is {one} = per_device_train_batch_size x "
+                f"gradient_accumulation_steps, of one device: {HERE}(trainer, global_batch=N) says "
+                "another",
+                flush=True,
+            )
+        given = {"dataset": rows, "global_batch": one, **self.job}
+        long = {key: given[key] for key in ("steps", "epochs") if key in given}
+        return {**job_keys(args, given["global_batch"], len(rows)), **given, **long}
+
+    def _validation(self, losses: Losses) -> dict[str, Any]:
+        rows = self.trainer.eval_dataset
+        if rows is None or "validation" in self.job:
+            return {}
+        if isinstance(rows, Mapping):
+            raise SpecError(
+                f"{HERE}: Trainer(eval_dataset=...) is a dict of datasets; give one of them"
+            )
+        rows = Collated(map_style(rows, "Trainer(eval_dataset=...)"), self.trainer)
+        samples = {} if "eval_samples" in self.job else {"eval_samples": len(rows)}
+        return {"validation": rows, "evaluate": losses, **samples}
+
+    def save_model(self, output_dir: str | None = None, **_: Any) -> None:
+        """Config and tokenizer; the weights are in the run's checkpoints."""
+        run, folder = self._run, output_dir or self.trainer.args.output_dir
+        if run is None or run.rank:
+            return
+        for part in (
+            self.trainer.model.config,
+            getattr(self.trainer.model, "generation_config", None),
+            self.trainer.processing_class,
+        ):
+            if part is not None:
+                part.save_pretrained(folder)
+        print(f"note: {folder} has the config and the tokenizer; {EXPORT}", flush=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in AFTERWARDS:
+            raise ProgramError(f"{HERE}: trainer.{name}: {AFTERWARDS[name]}")
+        if name in BY_ONE_RANK and (self._run is None or self._run.rank):
+            return lambda *args, **given: None
+        return getattr(self.trainer, name)
+
+
+# ------------------------------------------------------------------------------------ its arguments
+
+
+def check(trainer: Any) -> None:
+    """Raises SpecError for what of the Trainer is not taken."""
+    from transformers import Trainer
+
+    for kind in type(trainer).__mro__:
+        for name in () if kind.__module__.startswith("transformers.") else vars(kind):
+            if hasattr(Trainer, name) and name not in OVERRIDABLE and not name.startswith("__"):
+                raise SpecError(
+                    f"{HERE}: {kind.__name__}.{name} is not called: the loop is elastic's; "
+                    f"{OWN_LOOP}"
+                )
+    for name, why in OF_A_TRAINER.items():
+        if getattr(trainer, name, None) is not None:
+            raise SpecError(f"{HERE}: Trainer({name}=...): {why}")
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
+        if kind.__name__ not in SHOWING and not kind.__module__.startswith(
+            "transformers.integrations."
+        ):
+            raise SpecError(
+                f"{HERE}: the callback {kind.__name__} is not called; leave it out, or {OWN_LOOP}, "
+                "whose lines say what happens in a step"
+            )
+    if getattr(trainer.data_collator, "mlm", False):
+        raise SpecError(
+            f"{HERE}: {type(trainer.data_collator).__name__}(mlm=True) draws other masks in each "
+            "layout; mask in the dataset's [sample id], or give mlm=False"
+        )
+    check_arguments(trainer.args)
+
+
+def check_arguments(args: Any) -> None:
+    """Every field of TrainingArguments that is not taken must have its default. Raises
+    SpecError."""
+    default = type(args)(output_dir=args.output_dir)
+    for field in fields(args):
+        name, value = field.name, getattr(args, field.name)
+        if name in TAKEN or name in NO_MATTER or value == getattr(default, name):
+            continue
+        text = repr(value) if len(repr(value)) <= 60 else "..."
+        raise SpecError(f"{HERE}: TrainingArguments({name}={text}): {WHY.get(name, NOT_DONE)}")
+    best = args.metric_for_best_model
+    if best not in (None, "loss", "eval_loss") or args.greater_is_better:
+        raise SpecError(
+            f"{HERE}: TrainingArguments(metric_for_best_model={best!r}): the best is that of least "
+            "validation loss; give 'eval_loss'"
+        )
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        raise SpecError(
+            f"{HERE}: TrainingArguments(lr_scheduler_type='{args.lr_scheduler_type}'): the rate "
+            f"must follow from the step; choose another, or {OWN_LOOP}"
+        )
+
+
+def job_keys(args: Any, global_batch: int, n_samples: int) -> dict[str, Any]:
+    """TrainingArguments as keys of a job. What they say of nothing is left out."""
+    epoch = -(-n_samples // global_batch)
+    n_epochs = args.num_train_epochs
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(n_epochs * n_samples / global_batch)
+    whole = args.max_steps <= 0 and float(n_epochs).is_integer()
+
+    def every(strategy: Any, n: float | None) -> int | None:
+        """Steps between two; None = never, as where it is said of nothing."""
+        if strategy == "epoch":
+            return epoch
+        if strategy == "no" or not n:
+            return None
+        return math.ceil(n * steps) if n < 1 else int(n)
+
+    saves, default = args.save_strategy, type(args)(output_dir=args.output_dir)
+    as_it_is = (saves, args.save_steps) == (default.save_strategy, default.save_steps)
+    best = args.load_best_model_at_end or saves == "best"
+    trackers = [name for name in args.report_to if name not in ("none", "tensorboard")]
+    found = {
+        "epochs" if whole else "steps": int(n_epochs) if whole else steps,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "clip_grad_norm": args.max_grad_norm or None,
+        "precision": "bfloat16" if args.bf16 else None,
+        "activation_checkpointing": "full" if _checkpoints_activations(args) else None,
+        "compile": args.torch_compile or None,
+        "eval_every": every(args.eval_strategy, args.eval_steps),
+        "checkpoint_every": None if as_it_is else every(saves, args.save_steps) or 0,
+        "keep_last": args.save_total_limit,
+        "keep_best": 1 if best else None,
+        "trackers": trackers or None,
+        "data": {"loader_workers": n} if (n := args.dataloader_num_workers) else None,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _checkpoints_activations(args: Any) -> bool:
+    return bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", None))
+
+
+# ------------------------------------------------------------------------------------ in the loop
+
+
+@dataclass(frozen=True)
+class Collated:
+    """A dataset whose samples the Trainer's collator has made, each by itself."""
+
+    dataset: Any
+    trainer: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        made = self._collate([self.dataset[index]])
+        return {key: value[0] for key, value in made.items() if isinstance(value, torch.Tensor)}
+
+    @property
+    def _collate(self) -> Callable[[list[Any]], Mapping[str, Any]]:
+        trainer = self.trainer
+        made: Callable[[list[Any]], Mapping[str, Any]]
+        made = trainer._get_collator_with_removed_columns(trainer.data_collator)
+        return made
+
+
+class Losses:
+    """The model's own loss, summed over a batch: the mean that it gives times what it is of."""
+
+    def __init__(self, trainer: Any) -> None:
+        from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+        kind, config = getattr(trainer.model, "loss_type", None), trainer.model.config
+        decoder = not getattr(config, "is_encoder_decoder", False)
+        self._shifted = LOSS_MAPPING.get(kind) is ForCausalLMLoss and decoder
+        self._sums = self._shifted and trainer.model_accepts_loss_kwargs
+        self._sums &= not getattr(config, "output_router_logits", False)  # added to as a mean
+
+    def __call__(self, model: Any, batch: Batch) -> torch.Tensor:
+        if self._sums:  # also right where no label of the batch counts
+            loss: torch.Tensor = model(**batch, num_items_in_batch=1)["loss"]
+            return loss
+        mean: torch.Tensor = model(**batch)["loss"]
+        return mean * self.count(batch)
+
+    def count(self, batch: Batch) -> Any:
+        """Labels that the loss is of."""
+        if "labels" not in batch:
+            return len(next(iter(batch.values())))
+        labels = batch["labels"][..., 1:] if self._shifted else batch["labels"]
+        return (labels != IGNORED).sum()
+
+
+class LearningRates:
+    """The schedule that the arguments name, as a function of the step: nothing of it is state."""
+
+    def __init__(self, trainer: Any, optimizer: Any) -> None:
+        self._args, self._groups = trainer.args, optimizer.param_groups
+        self._first = [group["lr"] for group in optimizer.param_groups]
+        self._lr = optimizer.defaults["lr"]
+        self._factor: Callable[[int], float] | None = None
+
+    def set(self, step_index: int, steps: int) -> None:
+        if self._factor is None:
+            self._factor = self._factors(steps)
+        for group, first in zip(self._groups, self._first, strict=True):
+            group["lr"] = first * self._factor(step_index)
+
+    def _factors(self, steps: int) -> Callable[[int], float]:
+        from transformers import get_scheduler
+
+        args = self._args
+        alike = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self._lr)
+        made = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=alike,
+            num_warmup_steps=args.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+        factor: Callable[[int], float] = made.lr_lambdas[0]
+        return factor
+
+
+def parts_of(batch: Batch, n: int) -> Iterator[tuple[Batch, float]]:
+    """The batch in `n` parts, with what their loss counts: every rank has as many, and where there
+    are not so many rows, one that is there counts nothing."""
+    n_rows = len(next(iter(batch.values())))
+    for rows in cut_rows(n_rows, n):
+        start = rows.start if len(rows) else 0
+        part = {key: value[start : start + max(1, len(rows))] for key, value in batch.items()}
+        yield part, float(len(rows) > 0)

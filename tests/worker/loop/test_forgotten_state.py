@@ -1,0 +1,83 @@
+"""What a script carries beside the model is named before it starts, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.worker.loop.script_host import capture
+
+TEXT = """
+import copy, torch, elastic
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss_fn, part = torch.nn.MSELoss(reduction="sum"), model.weight
+{before}
+{enter}
+    for x in run:
+        run.backward(loss_fn(run.model(x), x[:, :1]))
+        run.step()
+        {body}
+"""
+LOOP = (
+    "elastic.loop(model=model, optimizer=optimizer, dataset=torch.ones(16, 4), steps=4, "
+    "global_batch=4{})"
+)
+SCHEDULER = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)"
+
+
+def notes(folder: Path, *, before: str = "", body: str = "pass", extra: str = "") -> list[str]:
+    file = folder / "train.py"
+    enter = f"with {LOOP.format(extra)} as run:"
+    file.write_text(TEXT.format(before=before, body=body, enter=enter))
+    return list(capture(file, [], 0).notes)
+
+
+def test_an_object_that_is_not_handed_over_is_named(tmp_path: Path) -> None:
+    (said,) = notes(tmp_path, before=SCHEDULER, body="scheduler.step()")
+    assert said.startswith("train.py, line 7: scheduler (StepLR) has a state_dict() and is not in")
+    assert said.endswith("give extra_state={'scheduler': scheduler}")
+    extra = ", extra_state={'s': scheduler}"
+    assert notes(tmp_path, before=SCHEDULER, body="scheduler.step()", extra=extra) == []
+    (said,) = notes(tmp_path, before="ema = copy.deepcopy(model)")
+    assert "ema (Linear) has a state_dict()" in said
+
+
+@pytest.mark.parametrize(
+    ("before", "body", "name"),
+    [
+        ("n = 0", "n += 1", "n"),
+        ("best = 9.0", "best = min(best, run.train_loss)", "best"),
+        ("mean = 0.0", "\n        mean = 0.9 * mean + 0.1 * run.train_loss", "mean"),
+    ],
+)
+def test_a_number_that_is_carried_is_named(
+    tmp_path: Path, before: str, body: str, name: str
+) -> None:
+    (said,) = notes(tmp_path, before=before, body=body)
+    line = 12 if body.startswith("\n") else 11
+    assert said.startswith(f"train.py, line {line}: {name} is carried from step to step: a worker")
+
+
+@pytest.mark.parametrize(
+    ("before", "body"),
+    [
+        ("", "pass"),
+        ("lr = 0.1", "lr = 0.1 * run.step_index"),
+        ("total = 0", "total = 1; total += 2"),
+        ("", "n = 1; n += 1"),
+        ("for i in range(3): i += 1", "pass"),
+        ("model.head = torch.nn.Identity()", "pass"),
+    ],
+)
+def test_what_a_step_makes_anew_is_not(tmp_path: Path, before: str, body: str) -> None:
+    assert notes(tmp_path, before=before, body=body) == []
+
+
+def test_what_each_epoch_begins_anew_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    enter = f"run = {LOOP.format('')}.start()\nfor epoch in run.epochs():\n    total = 0.0"
+    file.write_text(TEXT.format(before="seen = 0", body="total += 1; seen += 1", enter=enter))
+    (said,) = capture(file, [], 0).notes
+    assert "seen is carried" in said

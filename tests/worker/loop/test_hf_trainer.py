@@ -1,0 +1,234 @@
+"""A script with the Trainer of transformers, given to elastic.prepare_trainer: it trains as the
+Trainer itself does, and what has no meaning here is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.loop_reference import train_script_alone
+
+from elastic.data.order import sample_ids
+from elastic.errors import ProgramError, SpecError
+from elastic.worker.loop.hf_trainer import (
+    NO_MATTER,
+    TAKEN,
+    WHY,
+    PreparedTrainer,
+    check,
+    job_keys,
+    parts_of,
+)
+
+transformers = pytest.importorskip(
+    "transformers", reason="the models are of transformers (it is in the extra 'test')"
+)
+STEPS, BATCH, SEED = 8, 6, 3
+OF_A_MODEL = {
+    "causal": """
+labels = torch.where(ids > 3, ids, -100)
+labels[5] = -100  # nothing of it is to be learned
+made = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+""",
+    "classes": """
+labels = ids[:, 0] % 3
+made = transformers.BertForSequenceClassification(transformers.BertConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+""",
+}
+SCRIPT = """
+import torch, transformers, elastic
+ids = torch.randint(32, (40, 9), generator=torch.Generator().manual_seed(1))
+{model}
+rows = [{{"input_ids": row, "labels": label}} for row, label in zip(ids, labels)]
+args = transformers.TrainingArguments(**{arguments!r})
+trainer = transformers.Trainer(model=made, args=args, train_dataset=rows)
+"""
+PREPARED = "elastic.prepare_trainer(trainer, global_batch={}).train()\n"
+
+
+def arguments(folder: Path, **more: Any) -> dict[str, Any]:
+    given = {
+        "output_dir": str(folder / "out"), "max_steps": STEPS, "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2,
+        "weight_decay": 0.1, "max_grad_norm": 0.5, "disable_tqdm": True, "use_cpu": True,
+    }  # fmt: skip
+    return given | more
+
+
+@pytest.mark.parametrize("model", OF_A_MODEL)
+def test_it_trains_as_the_trainer_itself(tmp_path: Path, model: str) -> None:
+    """On the same samples: schedule, warm-up, decay, clipping, and labels that do not count. In
+    parts, as many as a device may hold at once."""
+    given = arguments(tmp_path)
+    script = tmp_path / "train.py"
+    text = SCRIPT.format(model=OF_A_MODEL[model], arguments=given)
+    script.write_text(text + PREPARED.format(BATCH))
+    losses = train_script_alone(script, [], SEED, STEPS)
+
+    torch.manual_seed(SEED)
+    whole = arguments(
+        tmp_path, per_device_train_batch_size=BATCH, logging_steps=1,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    here: dict[str, Any] = {}
+    exec(SCRIPT.format(model=OF_A_MODEL[model], arguments=whole), here)
+    trainer, rows = here["trainer"], here["rows"]
+    trainer.train_dataset = [
+        rows[i] for step in range(STEPS) for i in sample_ids(len(rows), BATCH, SEED, step=step)
+    ]
+    trainer.train()
+    alone = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    assert len(alone) == STEPS and alone[-1] != pytest.approx(alone[0], abs=1e-3)
+    assert losses == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Any]:
+    def trainer(more: dict[str, Any] | None = None, kind: Any = None, **own: Any) -> Any:
+        given = arguments(tmp_path, **(more or {}))
+        config = transformers.LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2,
+        )  # fmt: skip
+        return (kind or transformers.Trainer)(
+            model=transformers.LlamaForCausalLM(config),
+            args=transformers.TrainingArguments(**given), train_dataset=[], **own,
+        )  # fmt: skip
+
+    return trainer
+
+
+class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    pass
+
+
+class Other(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def compute_loss(self, *args: Any, **given: Any) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("more", "own", "said"),
+    [
+        ({"label_smoothing_factor": 0.1}, {}, r"TrainingArguments\(label_smoothing_factor=0.1\)"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
+         {"eval_dataset": [1]}, "the rate must follow from the step"),
+        ({"metric_for_best_model": "accuracy"}, {}, "give 'eval_loss'"),
+        ({}, {"compute_metrics": print}, r"Trainer\(compute_metrics=...\): the loss of eval_"),
+        ({}, {"compute_loss_func": print}, r"Trainer\(compute_loss_func=...\)"),
+        ({}, {"callbacks": [Stops()]}, "the callback Stops is not called"),
+        ({}, {"callbacks": [transformers.EarlyStoppingCallback()]}, "EarlyStoppingCallback is not"),
+        ({}, {"kind": Other}, "Other.compute_loss is not called: the loop is elastic's"),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning_is_refused_by_name(
+    made: Callable[..., Any], more: dict[str, Any], own: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SpecError, match=said) as refused:
+        check(made(more, **own))
+    assert "\n" not in str(refused.value) and str(refused.value).startswith("elastic.prepare_tr")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("fsdp", "full_shard", "the layout is elastic's"),
+        ("deepspeed", "zero.json", "the layout is elastic's"),
+        ("push_to_hub", True, "`elastic checkpoint export RUN --to FOLDER` writes the model"),
+        ("fp16", True, "give bf16=True"),
+        ("neftune_noise_alpha", 5.0, "elastic does not do it"),
+    ],
+)
+def test_a_field_that_is_not_taken_is_named_with_what_is_right(
+    made: Callable[..., Any], name: str, value: Any, said: str
+) -> None:
+    """Set afterwards: the arguments themselves refuse some of them on this machine."""
+    trainer = made()
+    setattr(trainer.args, name, value)
+    with pytest.raises(SpecError) as refused:
+        check(trainer)
+    where = f"elastic.prepare_trainer: TrainingArguments({name}={value!r}): "
+    assert str(refused.value).startswith(where + said)
+
+
+def test_what_shows_or_has_its_default_is_taken(made: Callable[..., Any]) -> None:
+    check(made({"logging_steps": 10, "report_to": "none", "seed": 7}))
+    mlm = transformers.DataCollatorForLanguageModeling
+    with pytest.raises(SpecError, match=r"mlm=True\) draws other masks"):
+        collator = mlm.__new__(mlm)
+        collator.mlm = True
+        check(made(data_collator=collator))
+
+
+def test_a_field_stands_on_one_side_only() -> None:
+    known = {field.name for field in fields(transformers.TrainingArguments)}
+    assert not TAKEN & NO_MATTER and not (TAKEN | NO_MATTER) & set(WHY)
+    assert known >= TAKEN | NO_MATTER | set(WHY)
+
+
+@pytest.mark.parametrize(
+    ("more", "keys"),
+    [
+        ({"max_steps": -1, "num_train_epochs": 2}, {"epochs": 2}),
+        ({"max_steps": -1, "num_train_epochs": 0.5}, {"steps": 9}),
+        ({"eval_strategy": "epoch"}, {"eval_every": 17}),
+        ({"eval_strategy": "steps", "eval_steps": 0.25}, {"eval_every": 2}),
+        ({"save_steps": 40, "save_total_limit": 3}, {"checkpoint_every": 40, "keep_last": 3}),
+        ({"save_strategy": "no"}, {"checkpoint_every": 0}),
+        ({"save_strategy": "epoch"}, {"checkpoint_every": 17}),
+        ({"bf16": True, "activation_checkpointing": True},
+         {"precision": "bfloat16", "activation_checkpointing": "full"}),
+        ({"max_grad_norm": 0.0, "data_seed": 5, "dataloader_num_workers": 2},
+         {"clip_grad_norm": None, "seed": 5, "data": {"loader_workers": 2}}),
+        ({"report_to": ["wandb", "tensorboard"]}, {"trackers": ["wandb"]}),
+    ],
+)  # fmt: skip
+def test_arguments_as_keys_of_the_job(
+    tmp_path: Path, more: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    args = transformers.TrainingArguments(**arguments(tmp_path))
+    usual = {"steps": STEPS, "seed": 42, "clip_grad_norm": 0.5}
+    assert job_keys(args, 6, 100) == usual
+    said = usual | keys
+    if "epochs" in keys:
+        del said["steps"]
+    given = transformers.TrainingArguments(**arguments(tmp_path, **more))
+    assert job_keys(given, 6, 100) == {k: v for k, v in said.items() if v is not None}
+
+
+def test_every_rank_has_as_many_parts() -> None:
+    batch = {"x": torch.arange(5)}
+    found = [(part["x"].tolist(), weight) for part, weight in parts_of(batch, 3)]
+    assert found == [([0, 1], 1.0), ([2, 3], 1.0), ([4], 1.0)]
+    few = [(part["x"].tolist(), weight) for part, weight in parts_of({"x": torch.arange(1)}, 2)]
+    assert few == [([0], 1.0), ([0], 0.0)]
+
+
+def test_what_a_trainer_does_afterwards(
+    made: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = made()
+    prepared = PreparedTrainer(trainer, {})
+    assert prepared.args is trainer.args and prepared.state is trainer.state
+    with pytest.raises(ProgramError, match=r"trainer.evaluate: validation_loss is in the run's"):
+        prepared.evaluate()
+    prepared.save_model()  # before it trains, and on another rank than the first
+    assert not (tmp_path / "out" / "config.json").exists()
+    prepared._run = type("Run", (), {"rank": 0})()
+    prepared.save_model()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+    assert "elastic checkpoint export RUN" in capsys.readouterr().out
+    with pytest.raises(SpecError, match="it is a int; give a transformers.Trainer"):
+        PreparedTrainer(3, {})
+    with pytest.raises(
+        SpecError, match=r"train\(resume_from_checkpoint=...\): the same --run-name"
+    ):
+        prepared.train(resume_from_checkpoint="out/checkpoint-3")
