@@ -128,10 +128,10 @@ class _Spread:
     def one_more(self, members: Sequence[int], nodes: set[int]) -> set[int]:
         """One of the members sends to a node that holds their boxes not yet. Returns that node;
         nothing when there is none."""
-        for sender in sorted(members, key=lambda rank: (len(self.to[rank]), rank)):
+        for sender in sorted(members, key=lambda rank: len(self.to[rank])):
             node = self._node(sender, nodes)
             if node is not None:
-                keeper = min(self.on[node], key=lambda rank: (self.kept[rank], rank))
+                keeper = min(self.on[node], key=self.kept.__getitem__)  # of equal ones the first
                 self.to[sender].append(keeper)
                 self.kept[keeper] += 1
                 self.load[node] += 1
