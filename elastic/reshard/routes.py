@@ -192,7 +192,7 @@ def between_two(found: Sequence[Routes], rows: Ints, sent: Ints) -> None:
 def in_turn(found: Sequence[Routes], rows: Ints, sent: Ints) -> None:
     """As `spread` of these rows: one after the other, in plain numbers."""
     loads = sent.tolist()
-    who = [routes.givers.who.tolist() for routes in found]
+    who = {b: found[b].givers.who.tolist() for b in distinct(rows[2]).tolist()}
     chosen: list[list[list[int]]] = [[] for _ in found]
     for n, minus_bytes, b, first, _ in rows.T.tolist():
         able = who[b][first : first + n]
