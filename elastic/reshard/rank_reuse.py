@@ -16,7 +16,7 @@ import numpy as np
 from elastic.reshard.pieces import Cut, Ints, Overlaps, Side, bundles
 from elastic.types import DTYPE_BYTES, ModelProfile, WorkerId
 
-MOST_WORKERS = 256  # above it the order is left as it is: the method would take more than a second
+MOST_WORKERS = 256  # above it the order is left as it is
 
 UNSEEN = 1 << 61  # more bytes than there are
 
