@@ -43,16 +43,16 @@ def place(
         alike[kinds.get(node), len(slots)].append(slots)
     out = list(ranks)
     for of_kind in alike.values():
-        slots = np.array(of_kind)
+        group = np.array(of_kind)
         # [node, node]: which worker of the second becomes which rank of the first, and what it has
-        gains = kept[slots[:, None, :, None], slots[None, :, None, :]]
-        n_nodes, n = slots.shape
+        gains = kept[group[:, None, :, None], group[None, :, None, :]]
+        n_nodes, n = group.shape
         each, which = np.unique(gains.reshape(-1, n * n), axis=0, return_inverse=True)
         within = np.array([_best(gain.reshape(n, n)) for gain in each])
         totals = np.take_along_axis(each.reshape(-1, n, n), within[:, :, None], axis=2).sum((1, 2))
         which = which.reshape(n_nodes, n_nodes)
         for i, k in enumerate(_best(totals[which])):
-            for rank, worker in zip(of_kind[i], slots[k][within[which[i, k]]], strict=True):
+            for rank, worker in zip(of_kind[i], group[k][within[which[i, k]]], strict=True):
                 out[rank] = ranks[worker]
     return tuple(out)
 
