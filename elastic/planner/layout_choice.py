@@ -214,7 +214,11 @@ def _alike(found: Candidate) -> HeteroAssignment:
     slots = next(there.place.arrangements(layout, there.every.job.max_workers or 0))
     ranks = tuple(worker for slot in slots for worker in slot.workers)
     rates = [slot.rate for slot in slots]
-    speeds = [min(rates[d :: layout.dp]) for d in range(layout.dp)]
+    least = min(rates)
+    if least == max(rates):
+        speeds = [least] * layout.dp
+    else:
+        speeds = [min(rates[d :: layout.dp]) for d in range(layout.dp)]
     unit = m * max(1, work.model.together)
     samples = hetero_shares.shares(step.global_batch // unit, speeds, unit)
     loads, ends, cache = tuple[float, ...](), 0.0, there.every.cache

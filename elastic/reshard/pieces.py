@@ -283,9 +283,10 @@ def distinct(numbers: Ints) -> Ints:
     return found[np.append(True, found[1:] != found[:-1])] if len(found) else found
 
 
-def bytes_of(side: Side, padded: bool = False) -> Ints:
+def bytes_of(side: Side, padded: bool = False, aligned: int = 1) -> Ints:
     """Bytes of the training state that each rank of the layout holds. `padded`: as FSDP has them in
-    memory, where each part of a parameter that is not empty has the size of the largest."""
+    memory, where each part of a parameter that is not empty has the size of the largest. `aligned`:
+    each box begins at a multiple of so many bytes."""
     out = np.zeros(side.layout.world_size, dtype=np.int64)
     for same in staged(Side(side.model, (Layout(), ())), side):
         first, held = same.bundles[0].first, same.together.new
@@ -294,6 +295,6 @@ def bytes_of(side: Side, padded: bool = False) -> Ints:
             of_piece[column.numbers] = column.sizes * prod(column.across[1])
             if padded and first.fsdp_cut:
                 of_piece[column.numbers] = of_piece[column.numbers - column.numbers % side.fsdp]
-        item_bytes = DTYPE_BYTES[first.spec.dtype]
-        out += of_piece[side.numbers(held)] * (same.counts[side.pp] * item_bytes)
+        of_piece = -(-of_piece * DTYPE_BYTES[first.spec.dtype] // aligned) * aligned
+        out += of_piece[side.numbers(held)] * same.counts[side.pp]
     return out

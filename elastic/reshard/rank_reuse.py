@@ -13,12 +13,12 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from elastic.reshard.pieces import Cut, Overlaps, Side, bundles
+from elastic.reshard.pieces import Cut, Ints, Overlaps, Side, bundles
 from elastic.types import DTYPE_BYTES, ModelProfile, WorkerId
 
-MOST_WORKERS = 256  # above it the order is left as it is: the method would take more than a second
+MOST_WORKERS = 256  # above it the order is left as it is
 
-Matrix = list[list[int]]
+UNSEEN = 1 << 61  # more bytes than there are
 
 
 def place(
@@ -42,27 +42,22 @@ def place(
     for node, slots in by_node.items():
         alike[kinds.get(node), len(slots)].append(slots)
     out = list(ranks)
-
-    def within(slots: Sequence[int], workers: Sequence[int]) -> list[tuple[int, int]]:
-        """Which worker of a node becomes which rank of one: rank, worker."""
-        best = _best([[kept[rank][w] for w in workers] for rank in slots])
-        return [(slots[i], workers[k]) for i, k in enumerate(best)]
-
-    for group in alike.values():
-        if len(group[0]) == 1:  # a node's one worker has no choice
-            totals = [[kept[rank][w] for (w,) in group] for (rank,) in group]
-        else:
-            totals = [
-                [sum(kept[rank][w] for rank, w in within(slots, workers)) for workers in group]
-                for slots in group
-            ]
-        for slots, b in zip(group, _best(totals), strict=True):
-            for rank, w in within(slots, group[b]):
-                out[rank] = ranks[w]
+    for of_kind in alike.values():
+        group = np.array(of_kind)
+        # [node, node]: which worker of the second becomes which rank of the first, and what it has
+        gains = kept[group[:, None, :, None], group[None, :, None, :]]
+        n_nodes, n = group.shape
+        each, which = np.unique(gains.reshape(-1, n * n), axis=0, return_inverse=True)
+        within = np.array([_best(gain.reshape(n, n)) for gain in each])
+        totals = np.take_along_axis(each.reshape(-1, n, n), within[:, :, None], axis=2).sum((1, 2))
+        which = which.reshape(n_nodes, n_nodes)
+        for i, k in enumerate(_best(totals[which])):
+            for rank, worker in zip(of_kind[i], group[k][within[which[i, k]]], strict=True):
+                out[rank] = ranks[worker]
     return tuple(out)
 
 
-def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequence[int]]) -> Matrix:
+def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequence[int]]) -> Ints:
     """[new rank][worker]: bytes of the rank's boxes that the worker has already; `held[w]`: the old
     ranks that it has."""
     source, target = Side(model, cuts[0]), Side(model, cuts[1])
@@ -81,50 +76,40 @@ def kept_bytes(model: ModelProfile, cuts: tuple[Cut, Cut], held: Sequence[Sequen
         pieces = source.numbers(bundle.old)[ranks]
         has = np.unique(np.stack([workers, pieces], axis=1)[pieces >= 0], axis=0)
         np.add.at(out, has[:, 0], n_bytes[has[:, 1]][:, target.numbers(bundle.new)])
-    found: Matrix = out.T.tolist()
-    return found
+    return out.T
 
 
-def _best(gain: Matrix) -> list[int]:
+def _best(gain: Ints) -> Ints:
     """Row -> column with the largest sum of gains; where several are as good, rows keep their own
     column."""
     n = len(gain)
-    stay = n + 1
-    cost = [[-(g * stay) - (i == j) for j, g in enumerate(row)] for i, row in enumerate(gain)]
-    return _assigned(cost)
+    return _assigned(-gain * (n + 1) - np.eye(n, dtype=np.int64))
 
 
-def _assigned(cost: Matrix) -> list[int]:
+def _assigned(cost: Ints) -> Ints:
     """Row -> column with the smallest sum of costs."""
     n = len(cost)
-    rows, columns = [0] * (n + 1), [0] * (n + 1)  # potentials; index 0 is a place to start from
-    row_of = [0] * (n + 1)
-    for row in range(1, n + 1):
-        row_of[0], at = row, 0
-        least: list[float] = [float("inf")] * (n + 1)
-        before, seen = [0] * (n + 1), [False] * (n + 1)
-        while True:
-            seen[at] = True
-            here, step, following = row_of[at], float("inf"), 0
-            for column in range(1, n + 1):
-                if not seen[column]:
-                    reduced = cost[here - 1][column - 1] - rows[here] - columns[column]
-                    if reduced < least[column]:
-                        least[column], before[column] = reduced, at
-                    if least[column] < step:
-                        step, following = least[column], column
-            for column in range(n + 1):
-                if seen[column]:
-                    rows[row_of[column]] += int(step)
-                    columns[column] -= int(step)
-                else:
-                    least[column] -= step
-            at = following
-            if not row_of[at]:
-                break
-        while at:
-            row_of[at], at = row_of[before[at]], before[at]
-    out = [0] * n
-    for column in range(1, n + 1):
-        out[row_of[column] - 1] = column - 1
-    return out
+    rows, columns = np.zeros((2, n), dtype=np.int64)  # potentials
+    row_of = np.full(n + 1, -1)  # the last column is a place to start from
+    for row in range(n):
+        row_of[n], at, far = row, n, 0
+        least, before, seen = np.full(n, UNSEEN), np.full(n, n), np.zeros(n, dtype=np.int64)
+        while row_of[at] >= 0:  # the column that is next nearest by the rows of those before it
+            here = row_of[at]
+            through = cost[here] - columns + (far - rows[here])
+            np.copyto(before, at, where=through < least)
+            np.minimum(least, through, out=least)
+            at = int((least + seen).argmin())
+            far = least[at]
+            seen[at] = UNSEEN
+        closer = np.flatnonzero(seen)
+        gained = far - least[closer]
+        columns[closer] -= gained
+        rows[row] += far
+        rows[row_of[closer[gained > 0]]] += gained[gained > 0]
+        while at != n:
+            row_of[at] = row_of[before[at]]
+            at = before[at]
+    found = np.empty(n, dtype=np.int64)
+    found[row_of[:n]] = np.arange(n)
+    return found

@@ -140,6 +140,10 @@ def spread(found: Sequence[tuple[Routes, Ints, Ints]], sent: Ints) -> None:
         )
     rows = np.concatenate(shared, axis=1)
     rows = rows[:, np.lexsort((rows[4], *rows[2::-1]))]
+    n_pairs = int((rows[0] == 2).sum())
+    if n_pairs:
+        between_two([routes for routes, _, _ in found], rows[:, :n_pairs], sent)
+        rows = rows[:, n_pairs:]
     widths = np.array([routes.senders.shape[1] for routes, _, _ in found], dtype=np.int64)
     groups = len(distinct(rows[2] + rows[3] * len(found)))
     if (rows[0] * widths[rows[2]]).sum() <= FEW * groups:
@@ -157,16 +161,48 @@ def spread(found: Sequence[tuple[Routes, Ints, Ints]], sent: Ints) -> None:
             routes.senders[parts] = who[places].reshape(len(parts), -1)
 
 
+def between_two(found: Sequence[Routes], rows: Ints, sent: Ints) -> None:
+    """As `spread` of these rows, each of which two could send: the one with less sends first, until
+    it has as much as the other, then both by turns. So who sends which follows from by how many
+    parts they differ."""
+    loads = sent.tolist()
+    for equal in cut_where_new(rows, 3):
+        _, minus_bytes, b = equal[:3, 0].tolist()
+        who, senders, n_bytes = found[b].givers.who, found[b].senders, -minus_bytes
+        n = senders.shape[1]
+        # place 0 ... n - 1: so many more than one by the first; -1 ... -n: so many by the second
+        turns = np.arange(n)
+        lead = np.minimum(turns[:, None], turns)
+        ahead = (turns - lead) % 2
+        orders = np.concatenate([ahead, 1 - ahead[::-1]])
+        seconds = orders.sum(axis=1)
+        by_first, by_second = ((n_bytes * k).tolist() for k in (n - seconds, seconds))
+        able = who[equal[3, :, None] + np.arange(2)]
+        chosen = []
+        for one, other in able.tolist():
+            k = (loads[other] - loads[one]) // n_bytes
+            k = k if -n <= k < n else n - 1 if k > 0 else -n
+            chosen.append(k)
+            loads[one] += by_first[k]
+            loads[other] += by_second[k]
+        senders[equal[4]] = np.take_along_axis(able, orders[chosen], axis=1)
+    sent[:] = loads
+
+
 def in_turn(found: Sequence[Routes], rows: Ints, sent: Ints) -> None:
     """As `spread` of these rows: one after the other, in plain numbers."""
     loads = sent.tolist()
-    who = [routes.givers.who.tolist() for routes in found]
+    who = {b: found[b].givers.who.tolist() for b in distinct(rows[2]).tolist()}
     chosen: list[list[list[int]]] = [[] for _ in found]
     for n, minus_bytes, b, first, _ in rows.T.tolist():
-        able, senders = who[b][first : first + n], list[int]()
+        able = who[b][first : first + n]
+        left, senders = [loads[one] for one in able], list[int]()
         for _ in range(found[b].senders.shape[1]):
-            senders.append(min(able, key=loads.__getitem__))
-            loads[senders[-1]] -= minus_bytes
+            place = left.index(min(left))
+            left[place] -= minus_bytes
+            senders.append(able[place])
+        for one, load in zip(able, left, strict=True):
+            loads[one] = load
         chosen[b].append(senders)
     for b, routes in enumerate(found):
         if chosen[b]:

@@ -3,6 +3,7 @@ routes.py has the choice."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -125,9 +126,9 @@ def holders_of(
     assert resume.layout is not None
     index = dict(zip(everyone, range(len(everyone))))
     keys = replica_keys(resume.layout, alone)
-    held: dict[int, list[int]] = {}
+    held, n = defaultdict[int, list[int]](list), len(keys)
     for holding in resume.holdings:
-        if 0 <= (rank := holding.rank) < len(keys):
-            held.setdefault(keys[rank], []).append(index[holding.worker])
+        if 0 <= (rank := holding.rank) < n:
+            held[keys[rank]].append(index[holding.worker])
     found = {key: tuple(dict.fromkeys(who) if len(who) > 1 else who) for key, who in held.items()}
     return {rank: found.get(key, ()) for rank, key in enumerate(keys)}

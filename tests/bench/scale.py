@@ -7,7 +7,7 @@ GPUs, with two losses and two notices; `decision_ms` of all looks but those that
 `change_ms` of these; `noticed_ms` while a notice is pending. `looks`: the same policy over a state
 made directly, a step between two looks: nothing pending (`look_ms`), a notice for one node
 (`notice_ms`), the same when the move is near (`near_ms`); the first of these plans the move
-(`near_first_ms`). `answers`: what all workers of a generation say when it is over, folded into the
+(`near_first_ms`); `loss_ms` orders a plan from peer replicas, a node being gone. `answers`: what all workers of a generation say when it is over, folded into the
 state one by one. `gather`: the parts of one checkpoint on their way to a commit. `orders`: what a
 worker is sent to enter a generation. `groups`, `meshes`: what a generation's groups cost each rank,
 as they are and as full meshes (scale_groups.py). `cluster`: a whole run with one notice on made-up
@@ -39,6 +39,7 @@ from trial import Clock
 from elastic.driver import drive, seldom_collected
 from elastic.ledger.journal import MemoryJournal
 from elastic.planner.published import known_decoders
+from elastic.policy.copies.replica_placement import replica_holders
 from elastic.policy.decide import decide
 from elastic.policy.pools.drain import NEAR, lead_of
 from elastic.policy.state.fold import Aborting, Failure, State, fold
@@ -242,7 +243,27 @@ def looks(n: int, profile: ModelProfile) -> dict[str, float]:
                 raise AssertionError(f"{n} GPUs, {kind}: {decision.reason}")
         found[f"{kind}_ms"] = round(1000 * median(took[1:]), 2)
         found[f"{kind}_first_ms"] = round(1000 * took[0], 2)
+    lost = after_a_loss(state, nodes)
+    found["loss_ms"] = round(1000 * seconds(lambda: decide(lost, deadline_s)), 2)
     return found
+
+
+def after_a_loss(state: State, nodes: Mapping[str, Node]) -> State:
+    """A node is gone, and the others hold their own boxes and those of a neighbor of a step."""
+    assert state.plan is not None
+    to = replica_holders(state.plan.layout, state.plan.ranks, dict.fromkeys(nodes, ""), n=1)
+    there: dict[WorkerId, tuple[Holding, ...]] = {}
+    for rank, keepers in enumerate(to):
+        for worker in (state.plan.ranks[k] for k in (rank, *keepers)):
+            if worker.node_id != "spot-0":
+                kept = Holding(worker, 1, rank, state.step, "peer")
+                there[worker] = (*there.get(worker, ()), kept)
+    gone = Failure("loss", "spot-0 is gone", 0.0)
+    return replace(
+        state, plan=None, plans={1: replace(state.plan, copies_to=to)}, phase="waiting",
+        nodes={**nodes, "spot-0": replace(nodes["spot-0"], status="lost")}, holdings=there,
+        prepared=state.prepared - {"spot-0"}, aborting=Aborting(1, 0.0, frozenset(), gone),
+    )  # fmt: skip
 
 
 def plan_of(n: int) -> Plan:

@@ -7,6 +7,7 @@ import time
 from itertools import permutations
 from random import Random
 
+import numpy as np
 import pytest
 from support.reshard.reshard_cases import random_cut, random_model
 
@@ -30,7 +31,7 @@ def test_the_assignment_is_the_best_of_all(seed: int) -> None:
     cost = [
         [random.randint(-9, 9) * 10 ** random.randint(0, 12) for _ in range(n)] for _ in range(n)
     ]
-    found = _assigned(cost)
+    found = _assigned(np.array(cost)).tolist()
     assert sorted(found) == list(range(n))
     best = min(sum(cost[i][j] for i, j in enumerate(p)) for p in permutations(range(n)))
     assert sum(cost[i][j] for i, j in enumerate(found)) == best

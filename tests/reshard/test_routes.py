@@ -375,7 +375,9 @@ def test_plain_numbers_choose_the_senders_that_arrays_do(
     for few in (0, 1 << 40):
         monkeypatch.setattr(routes, "FEW", few)
         found.append(plan_transfers(model, old, new, holders, nodes))
-    assert found[0] == found[1]
+    monkeypatch.setattr(routes, "between_two", routes.in_turn)
+    found.append(plan_transfers(model, old, new, holders, nodes))
+    assert found[0] == found[1] == found[2]
 
 
 def test_many_replicas_become_one_group_with_few_choices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ class PlacementSite:
         """Of one worker each, in the given order."""
         zones = self.zones
         return [
-            Slot(worker.node_id, (worker,), rate, 0, zones.get(worker.node_id, ""))
+            Slot(worker[0], (worker,), rate, 0, zones.get(worker[0], "") if zones else "")
             for worker, rate in self.rates.items()
         ]
 
@@ -122,14 +122,13 @@ class PlacementSite:
         n = layout.world_size // inner
         if len(slots) < n:
             raise InfeasiblePlan(self._too_few(layout, len(slots) * inner))
+        if not self.uneven:  # and thousands of workers are long to hash
+            yield _stagewise(self._replicas(slots, layout), layout)
+            return
         seen: set[tuple[Slot, ...]] = set()
         for order in self._orders(slots, n, layout.pp):
             replicas = self._replicas(order, layout)
-            for made in (
-                (_stagewise(replicas, layout), _replicawise(replicas, layout))
-                if self.uneven
-                else [_stagewise(replicas, layout)]
-            ):
+            for made in (_stagewise(replicas, layout), _replicawise(replicas, layout)):
                 if made not in seen:
                     seen.add(made)
                     yield made
@@ -138,8 +137,6 @@ class PlacementSite:
         """The given one; without the slowest; for stages also the slow ones first (the last stage
         has the head), then last."""
         yield slots
-        if not self.uneven:
-            return
         falling = sorted(slots, key=attrgetter("kind"))
         if not self.zones:
             fastest = set(falling[:n])
@@ -192,6 +189,8 @@ class PlacementSite:
 def _stagewise(replicas: Sequence[Sequence[Slot]], layout: Layout) -> tuple[Slot, ...]:
     """Neighbors share a stage: with slots sorted by kind, each stage is of one kind as far as the
     numbers go."""
+    if len(replicas) == 1:
+        return tuple(replicas[0])
     each = len(replicas[0]) // layout.pp
     return tuple(
         slot

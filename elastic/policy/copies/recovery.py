@@ -9,7 +9,7 @@ from elastic.policy.faults.corruption import corrupted
 from elastic.policy.state.state import State
 from elastic.types import Copy, Holding, Layout, Plan, Resume, RollForward, WorkerId
 from elastic.types.grid import replica_keys
-from elastic.types.replacing import replace
+from elastic.types.replacing import follows_from, replace
 
 # of steps that are done again so that a layout can be compared with the one before
 COMPARED_S = 60.0
@@ -31,6 +31,7 @@ def from_memory(state: State, below: int | None = None) -> Resume | None:
     return None
 
 
+@follows_from()
 def _held(state: State) -> dict[tuple[int, int], list[Holding]]:
     """(step, generation) -> what living workers hold of it; nothing of generations that are
     forgotten or not to be trusted."""

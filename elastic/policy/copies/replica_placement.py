@@ -10,9 +10,9 @@ from math import ceil
 
 from elastic.planner.layout_choice import Choice
 from elastic.policy.state.state import State
-from elastic.reshard.rank_boxes import boxes, placements
+from elastic.reshard.pieces import Side, bytes_of
 from elastic.types import HardwareProfile, Layout, ModelProfile, Node, WorkerId
-from elastic.types.grid import replica_key, stage_ranks
+from elastic.types.grid import replica_key
 
 Keepers = tuple[tuple[int, ...], ...]
 
@@ -128,10 +128,10 @@ class _Spread:
     def one_more(self, members: Sequence[int], nodes: set[int]) -> set[int]:
         """One of the members sends to a node that holds their boxes not yet. Returns that node;
         nothing when there is none."""
-        for sender in sorted(members, key=lambda rank: (len(self.to[rank]), rank)):
+        for sender in sorted(members, key=lambda rank: len(self.to[rank])):
             node = self._node(sender, nodes)
             if node is not None:
-                keeper = min(self.on[node], key=lambda rank: (self.kept[rank], rank))
+                keeper = min(self.on[node], key=self.kept.__getitem__)  # of equal ones the first
                 self.to[sender].append(keeper)
                 self.kept[keeper] += 1
                 self.load[node] += 1
@@ -255,19 +255,11 @@ def rank_bytes(model: ModelProfile, choice: Choice, rounded: bool = False) -> li
     """Host bytes of each rank's boxes, at most: those of the first rank of its stage, whose chunks
     are the largest, or of the owner that has most. `rounded`: up to a power of two, as torch
     allocates pinned memory unless it is told otherwise."""
-    layout, layers, state = choice.layout, choice.layers, placements(model)
-    asked = [stage_ranks(layout, stage) for stage in range(layout.pp)]
-    per_stage = [
-        max(
-            sum(-(-box.n_bytes // 8) * 8 for box in boxes(model, layout, layers, rank, state=state))
-            for rank in (ranks if model.by_owners else ranks[:1])
-        )
-        for ranks in asked
-    ]
-    per_stage = [1 << (n - 1).bit_length() if rounded and n else n for n in per_stage]
-    return [
-        per_stage[rank // (layout.world_size // layout.pp)] for rank in range(layout.world_size)
-    ]
+    layout = choice.layout
+    each = bytes_of(Side(model, (layout, choice.layers)), aligned=8).reshape(layout.pp, -1)
+    most = each.max(axis=1) if model.by_owners else each[:, 0]
+    sizes = [1 << (n - 1).bit_length() if rounded and n else n for n in most.tolist()]
+    return [size for size in sizes for _ in range(each.shape[1])]
 
 
 def _room(
