@@ -4,9 +4,10 @@ what comes next.
 A market of one node is a Markov chain over what is seen of it in a tick: whether the node is there,
 and for how long that has been so (`AGES`). With the chances of the whole trace, a dynamic program
 over time, status, what runs and the work that is left finds the choice (nothing, spot, on demand)
-of the least expected dollars with which no deadline is missed. What that policy then pays on the
-trace itself is a bound for policies without foresight in all but name: it knows the chances
-beforehand, sees without asking whether spot is there, and pays for nothing twice.
+of the least expected dollars with which no deadline is missed. It knows the chances beforehand,
+sees without asking whether spot is there, and pays for nothing twice. What it pays on the trace
+itself is no bound: the least is that of the mean and of the chain, which knows nothing of what
+happened before the status that is there now; from one moment a policy may pay less by luck.
 """
 
 from __future__ import annotations

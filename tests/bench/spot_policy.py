@@ -227,12 +227,17 @@ def foresight(trace: Trace, starts: int, smoke: bool) -> dict[str, Any]:
         paid = without_foresight(trace, world_of(study, 0.0), study.starts_s())
         greedy = [one.trials["greedy"].usd for one in results]
         rows[f"{(late.job.deadline_h or 0.0) / late.ideal_s * 3600:g}"] = {
-            "without_vs_bound": spread([a / b for a, b in zip(paid, least, strict=True)]).plain(),
-            "greedy_vs_bound": spread([a / b for a, b in zip(greedy, least, strict=True)]).plain(),
+            "without_vs_bound": _over(paid, least),
+            "greedy_vs_bound": _over(greedy, least),
             "misses": sum(usd == float("inf") for usd in paid),
         }
         print(trace.name, rows, file=sys.stderr)
     return rows
+
+
+def _over(paid: Sequence[float], least: Sequence[float]) -> dict[str, float]:
+    ratios = [a / b for a, b in zip(paid, least, strict=True)]
+    return {"mean": round(mean(ratios), 4)} | spread(ratios).plain()
 
 
 def measure(clock: Clock, given: Any) -> dict[str, Any]:
