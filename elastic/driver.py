@@ -11,7 +11,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,8 +118,11 @@ def drive(
     state = state or State()
     for event in (start, *found):
         state = fold(state, event, now_s)
+    signals: AbstractContextManager[list[str]] = (
+        nullcontext([]) if _is_virtual(backend) else stop_signals()
+    )
     try:
-        with nullcontext([]) if _is_virtual(backend) else stop_signals() as asked:
+        with signals as asked:
             state = _loop(
                 backend,
                 journal,
