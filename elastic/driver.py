@@ -11,7 +11,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,14 +111,18 @@ def drive(
     `state`: what an earlier driver of the run knew (`restored`); `found`: what else is known at its
     start. The backend and the journal are closed at the end, whatever happens. A first Ctrl-C,
     SIGTERM or SIGHUP (a closed terminal) asks the run to stop and save, a second one ends it at
-    once.
+    once. On a virtual clock signals are left to the caller: nothing is there to save, and a run
+    that they stopped would be counted as one that the market ended.
     """
     now_s = backend.now_s()
     state = state or State()
     for event in (start, *found):
         state = fold(state, event, now_s)
+    signals: AbstractContextManager[list[str]] = (
+        nullcontext([]) if _is_virtual(backend) else stop_signals()
+    )
     try:
-        with stop_signals() as asked:
+        with signals as asked:
             state = _loop(
                 backend,
                 journal,
@@ -167,7 +171,7 @@ def _loop(
     events: list[tuple[float, Event]] = [(now_s, event) for event in first]
     said, line_s = "", now_s
     n_asked = 0
-    real = not getattr(backend, "virtual", False)
+    real = not _is_virtual(backend)
     wait = _Wait(backend, journal, state.job.orphan_lease_s)
     storage = _Storage(backend, journal)
     while True:
@@ -331,15 +335,21 @@ def _at_once(state: State, now_s: float) -> Decision:
     return Decision((Stop("stopped", text),), text)
 
 
+def _is_virtual(backend: Backend) -> bool:
+    return bool(getattr(backend, "virtual", False))
+
+
 def _poll(
     backend: Backend, journal: Recorder, wake_at_s: float | None, *, asked: list[str]
 ) -> list[Event]:
     times = [t for t in (wake_at_s, journal.due_at_s) if t is not None]
-    if not getattr(backend, "virtual", False):
+    if not _is_virtual(backend):
         times.append(backend.now_s() + LOOK_S)
     try:
         return list(backend.poll(min(times, default=None)))
     except KeyboardInterrupt:
+        if _is_virtual(backend):
+            raise
         asked.append("interrupted")
         return []
 

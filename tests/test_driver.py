@@ -279,6 +279,26 @@ def test_an_interrupt_inside_poll_is_a_wish_to_stop() -> None:
     assert raised and state.phase == "stopped" and state.saved_step == 2
 
 
+def test_on_a_virtual_clock_signals_are_the_callers() -> None:
+    """A simulated run that a Ctrl-C stopped would be told as one that the market ended."""
+
+    class Simulated(Tiny):
+        virtual = True
+
+    backend = Simulated(at_step={2: lambda: os.kill(os.getpid(), signal.SIGINT)})
+    with pytest.raises(KeyboardInterrupt):
+        drive(backend, MemoryJournal(), start())
+    assert backend.step == 2 and backend.closed == 1
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    try:
+        backend = Simulated(at_step={2: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+        assert drive(backend, MemoryJournal(), start()).phase == "succeeded"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == [signal.SIGTERM]
+
+
 @pytest.mark.parametrize(
     "error", [StateLost("no copy is left"), ZeroDivisionError("division by zero")]
 )

@@ -5,7 +5,8 @@ search: RESERVE and AHEAD of the slack (elastic/policy/pools/slack.py), on the f
 trace of `--traces FOLDER`: mean dollars against on demand over traces, deadlines and starts; the
 least is taken. proof: on the second halves, where the dollars went too. paper: the jobs, prices,
 start-up times and deadlines of tables 4 and 5 of "Can't Be Late" (Wu et al., NSDI 2024), its
-policies and ours, on the traces of one node.
+policies and ours, on the traces of one node. foresight: on these traces, what the best policy
+without it costs (foresight.py), greedy beside it, over the least that was possible with it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from statistics import mean, median
 from typing import Any
 
 import report
+from foresight import without_foresight
 from simulate import DEADLINES, FIXED_USD, JOB_H, SMOKE_H, SPOT_USD, subject
 from trial import Clock
 
@@ -25,11 +27,11 @@ from elastic.ledger.journal import Line
 from elastic.policy.pools import slack
 from elastic.sim.markets.generators import usual
 from elastic.sim.markets.market_run import RunSubject
-from elastic.sim.markets.study import Study, carried_out, run_once, summary
+from elastic.sim.markets.study import Study, carried_out, run_once, spread, summary, world_of
 from elastic.sim.markets.traces import Trace, load_traces
 from elastic.types import EnterPlan, NodeLost, NodePrepared, NodeReady, PlanEntered, Pool, StepDone
 
-PARTS = ("search", "proof", "paper")
+PARTS = ("search", "proof", "paper", "foresight")
 MOST_S = 4 * 3600.0
 RESERVES, AHEADS = (3.0, 6.0, 9.0, 12.0, 16.0), (0.0, 2.0, 4.0)
 POLICIES = ("elastic", "on-demand", "greedy", "time-sliced", "uniform-progress", "bound")
@@ -212,6 +214,32 @@ def _subject(work: Workload, deadline_h: float) -> RunSubject:
     return replace(of, pools=pools, delays=delays)
 
 
+# ---------------------------------------------------------------------------------------- foresight
+
+
+def foresight(trace: Trace, starts: int, smoke: bool) -> dict[str, Any]:
+    """Deadline -> dollars over the least, as spreads; and starts that were late."""
+    rows: dict[str, Any] = {}
+    for late in _deadlines(trace, smoke):
+        study = Study(late, {"spot": trace}, ("greedy", "bound"), starts)
+        results = carried_out(study, processes=1)
+        least = [one.trials["bound"].usd for one in results]
+        paid = without_foresight(trace, world_of(study, 0.0), study.starts_s())
+        greedy = [one.trials["greedy"].usd for one in results]
+        rows[f"{(late.job.deadline_h or 0.0) / late.ideal_s * 3600:g}"] = {
+            "without_vs_bound": _over(paid, least),
+            "greedy_vs_bound": _over(greedy, least),
+            "misses": sum(usd == float("inf") for usd in paid),
+        }
+        print(trace.name, rows, file=sys.stderr)
+    return rows
+
+
+def _over(paid: Sequence[float], least: Sequence[float]) -> dict[str, float]:
+    ratios = [a / b for a, b in zip(paid, least, strict=True)]
+    return {"mean": round(mean(ratios), 4)} | spread(ratios).plain()
+
+
 def measure(clock: Clock, given: Any) -> dict[str, Any]:
     made = usual(
         "made-up", nodes=1 if given.smoke else 2, length_s=12 * 86400.0, taken_per_node_h=0.2,
@@ -235,6 +263,9 @@ def measure(clock: Clock, given: Any) -> dict[str, Any]:
     if "paper" in given.parts:
         single = [trace for trace in traces if trace.most == 1]
         figures["paper"] = paper(single, starts, given.smoke)
+    if "foresight" in given.parts:
+        single = [trace for trace in traces if trace.most == 1]
+        figures["foresight"] = {t.name: foresight(t, starts, given.smoke) for t in single}
     return figures
 
 
