@@ -198,7 +198,8 @@ class CloudStorage(ObjectStorage):
             if _status(error) != 416:
                 raise
             return 0, ""  # it ends before
-        n_due = expected(tuple(answer.range), int(answer.meta["size"]), offset, len(view))
+        first, end = answer.range
+        n_due = expected((first, end), int(answer.meta["size"]), offset, len(view))
         data = memoryview(answer.bytes())
         if len(data) != n_due:
             raise WrongBytes(f"{n_due} bytes were announced, {len(data)} came")
@@ -206,7 +207,7 @@ class CloudStorage(ObjectStorage):
         return n_due, str(answer.meta["e_tag"])
 
     def _write(self, client: Any, name: str, whole: Whole) -> None:
-        mode = "create" if whole.if_absent else "overwrite"
+        mode: Any = "create" if whole.if_absent else "overwrite"
         try:
             obstore.put(
                 client, name, whole.data, attributes=whole.marks, use_multipart=False, mode=mode
@@ -221,14 +222,6 @@ class CloudStorage(ObjectStorage):
 
     def _delete(self, client: Any, name: str) -> None:
         obstore.delete(client, name)
-
-    def _remove(self, inside: str, names: Sequence[str]) -> None:
-        assert all(name.startswith(inside) for name in names)
-
-        def job(name: str) -> Callable[[], None]:
-            return lambda: self.delete(name[len(self._inside) :])
-
-        self.each([job(name) for name in names])
 
     def _listed(self, start: str) -> Iterator[Sequence[tuple[str, int, float]]]:
         folder = start.rpartition("/")[0] or None

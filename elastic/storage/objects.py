@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, BinaryIO, ClassVar, Self, cast
 
-from elastic.errors import InternalError, SpecError, StorageDamaged, StorageFailed, StorageRefused
+from elastic.errors import InternalError, SpecError, StorageFailed, StorageRefused
 from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
 from elastic.storage.retries import Fault, Patience, WrongBytes, check_whole
 
@@ -174,14 +174,14 @@ class ObjectStorage(Storage):
             raise
 
     def delete(self, key: str) -> None:
-        name = self._name(key)
-        with suppress(FileNotFoundError):
-            self._ask(name, "removing", lambda client: self._delete(client, name))
+        self._drop(self._name(key))
 
     def delete_folder(self, key: str = "") -> None:
         inside = f"{self._name(key)}/" if key else self._own()
         for page in self._listed(inside):
-            self._remove(inside, [name for name, _, _ in page])
+            if names := [name for name, _, _ in page]:
+                assert all(name.startswith(inside) for name in names)
+                self._remove(inside, names)
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -207,15 +207,21 @@ class ObjectStorage(Storage):
         messages. Raises FileNotFoundError, StorageRefused, StorageFailed; what the request raises
         that is no fault of its client passes through."""
         where, n_asked = self.where(name), 0
-        told, ours = (StorageRefused, StorageFailed), (WrongBytes, *self.faults)
+        told: tuple[type[Exception], ...] = (StorageRefused, StorageFailed)
+        ours: tuple[type[Exception], ...] = (WrongBytes, *self.faults)
+
+        def fault_of(error: Exception) -> Fault:
+            if isinstance(error, WrongBytes):
+                return Fault("damaged", str(error), again=True)
+            return self._fault(error, where)
 
         def may_pass(error: BaseException) -> bool:
             nonlocal n_asked
             if isinstance(error, told) or not isinstance(error, ours):
                 return False
-            fault = None if isinstance(error, WrongBytes) else self._fault(error, where)
-            n_asked += fault.n_asked if fault else 1
-            return fault is None or fault.again
+            fault = fault_of(error)
+            n_asked += fault.n_asked
+            return fault.again
 
         tries = self.patience.tries(may_pass, attempts)
         try:
@@ -225,12 +231,18 @@ class ObjectStorage(Storage):
         except ours as error:
             seconds = float(tries.statistics.get("delay_since_first_attempt", 0.0))
             asked = f"asked {n_asked} times in {seconds:.0f} s"
-            if isinstance(error, WrongBytes):
-                raise StorageDamaged(f"{where}: {error} ({asked})") from error
-            fault = self._fault(error, where)
+            fault = fault_of(error)
             if fault.stale:
                 self._forget_clients()
             raise fault.told(where, operation, asked) from error
+
+    def _drop(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._ask(name, "removing", lambda client: self._delete(client, name))
+
+    def _remove(self, inside: str, names: Sequence[str]) -> None:
+        """All of them begin with `inside`."""
+        self.each([partial(self._drop, name) for name in names])
 
     def _look(self, key: str) -> Looked:
         name = self._name(key)
@@ -303,10 +315,6 @@ class ObjectStorage(Storage):
     @abstractmethod
     def _listed(self, start: str) -> Iterator[Sequence[tuple[str, int, float]]]:
         """Pages of the objects whose names begin so: name, bytes, when it was written."""
-
-    @abstractmethod
-    def _remove(self, inside: str, names: Sequence[str]) -> None:
-        """All of them begin with `inside`."""
 
 
 class Upload(io.RawIOBase):

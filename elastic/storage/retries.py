@@ -16,7 +16,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from elastic.errors import StorageFailed, StorageRefused
+from elastic.errors import StorageDamaged, StorageFailed, StorageRefused
 
 PASSING_STATUS = (408, 429, 500, 502, 503, 504)
 BUSY, DOWN = "the server asks to slow down", "it may be down"
@@ -52,12 +52,12 @@ class WrongBytes(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What a client's error says. `failed`: the server does not do it now; `refused`: nor later;
-    `unanswered`: no answer, or none that can be read; `unasked`: it could not be asked. `again`:
-    asking again may help. `n_asked`: by the client, for this one error. `stale`: the client is to
-    be made anew."""
+    """What an error says. `damaged`: the answer holds other bytes; `failed`: the server does not do
+    it now; `refused`: nor later; `unanswered`: no answer, or none that can be read; `unasked`: it
+    could not be asked. `again`: asking again may help. `n_asked`: by the client, for this one
+    error. `stale`: the client is to be made anew."""
 
-    kind: Literal["absent", "failed", "refused", "unanswered", "unasked"]
+    kind: Literal["absent", "damaged", "failed", "refused", "unanswered", "unasked"]
     text: str = ""
     code: str = ""
     again: bool = False
@@ -71,6 +71,8 @@ class Fault:
         match self.kind:
             case "absent":
                 return FileNotFoundError(f"{where}: not there")
+            case "damaged":
+                return StorageDamaged(f"{where}: {self.text} ({asked})")
             case "failed":
                 return StorageFailed(f"{did} failed ({self.code}; {asked}): {self.text}")
             case "refused":

@@ -40,7 +40,6 @@ from elastic.storage.objects import (
 )
 from elastic.storage.retries import BUSY, DOWN, PASSING_STATUS, Fault, WrongBytes, expected
 
-N_PER_DELETE = 1000  # the most that one request removes
 PART_BYTES = 16 << 20
 MOST_PART_BYTES = 1 << 30
 GROW_EVERY = 1000  # parts, after which the size doubles: S3 allows 10,000 parts and 5 GiB each
@@ -211,11 +210,7 @@ class S3Storage(ObjectStorage):
             token = {"ContinuationToken": after}
 
     def _remove(self, inside: str, names: Sequence[str]) -> None:
-        assert all(name.startswith(inside) for name in names)
-        for at in range(0, len(names), N_PER_DELETE):
-            self._delete_some(inside, names[at : at + N_PER_DELETE])
-
-    def _delete_some(self, inside: str, names: Sequence[str]) -> None:
+        # a page of a list has at most 1,000 names, and so many may one request remove
         wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
 
         def delete(client: Any) -> None:

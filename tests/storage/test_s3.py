@@ -77,7 +77,9 @@ def test_a_folder_is_deleted_with_its_unfinished_uploads(s3: S3Storage) -> None:
     assert s3.list() == [] and list(s3._unfinished(s3.prefix)) == []
 
 
-def test_more_objects_than_one_page(s3: S3Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_objects_than_one_page(
+    s3: S3Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for i in range(25):
         s3.put(f"d/{i:02}", b"")
     pages = S3Storage._pages
@@ -86,10 +88,10 @@ def test_more_objects_than_one_page(s3: S3Storage, monkeypatch: pytest.MonkeyPat
         return pages(self, start, **more, MaxKeys=10)  # type: ignore[arg-type]
 
     monkeypatch.setattr(S3Storage, "_pages", small)
-    monkeypatch.setattr(module, "N_PER_DELETE", 4)
     assert s3.list() == [f"d/{i:02}" for i in range(25)]
+    proxy.clear()
     s3.delete_folder("d")
-    assert s3.list() == []
+    assert proxy.count(r"POST .*\?delete") == 3 and s3.list() == []
 
 
 @pytest.mark.parametrize(
