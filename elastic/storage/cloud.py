@@ -191,7 +191,7 @@ class CloudStorage(ObjectStorage):
         answer = obstore.get(client, name)
         return bytes(answer.bytes()), _looked(answer)
 
-    def _fill(self, client: Any, name: str, offset: int, view: memoryview) -> tuple[int, str]:
+    def _fill(self, client: Any, name: str, view: memoryview, *, offset: int) -> tuple[int, str]:
         try:
             answer = obstore.get(client, name, options={"range": (offset, offset + len(view))})
         except BaseError as error:
@@ -199,7 +199,7 @@ class CloudStorage(ObjectStorage):
                 raise
             return 0, ""  # it ends before
         first, end = answer.range
-        n_due = expected((first, end), int(answer.meta["size"]), offset, len(view))
+        n_due = expected((first, end), int(answer.meta["size"]), offset=offset, length=len(view))
         data = memoryview(answer.bytes())
         if len(data) != n_due:
             raise WrongBytes(f"{n_due} bytes were announced, {len(data)} came")

@@ -250,7 +250,9 @@ class ObjectStorage(Storage):
 
     def _range(self, name: str, offset: int, view: memoryview) -> tuple[int, str]:
         """One ranged read: bytes that there were, and the ETag of the object that they are from."""
-        return self._ask(name, "reading", lambda client: self._fill(client, name, offset, view))
+        return self._ask(
+            name, "reading", lambda client: self._fill(client, name, view, offset=offset)
+        )
 
     def _put(self, name: str, data: bytes | bytearray, if_absent: bool) -> bool:
         """One request. False: `if_absent`, and the object was there and is not what an earlier try
@@ -299,7 +301,7 @@ class ObjectStorage(Storage):
     def _get(self, client: Any, name: str) -> tuple[bytes, Looked]: ...
 
     @abstractmethod
-    def _fill(self, client: Any, name: str, offset: int, view: memoryview) -> tuple[int, str]:
+    def _fill(self, client: Any, name: str, view: memoryview, *, offset: int) -> tuple[int, str]:
         """See `_range`; raises WrongBytes where the answer is not what was asked for."""
 
     @abstractmethod

@@ -91,7 +91,7 @@ def check_whole(data: bytes, n_bytes: int, crc32: str | None) -> None:
         raise WrongBytes(f"its CRC-32 is {zlib.crc32(data):08x}, stored with it is {crc32}")
 
 
-def expected(found: tuple[int, int], n_whole: int, offset: int, length: int) -> int:
+def expected(found: tuple[int, int], n_whole: int, *, offset: int, length: int) -> int:
     """Bytes that an answer announces which holds first .. end of an object of `n_whole`. Raises
     WrongBytes when that is not the range that was asked for."""
     if found != (offset, min(offset + length, n_whole)):

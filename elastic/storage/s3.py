@@ -152,7 +152,7 @@ class S3Storage(ObjectStorage):
         with closing(answer["Body"]) as body:
             return bytes(body.read()), _looked(answer)
 
-    def _fill(self, client: Any, name: str, offset: int, view: memoryview) -> tuple[int, str]:
+    def _fill(self, client: Any, name: str, view: memoryview, *, offset: int) -> tuple[int, str]:
         wanted = f"bytes={offset}-{offset + len(view) - 1}"
         try:
             answer = client.get_object(Bucket=self.bucket, Key=name, Range=wanted)
@@ -160,7 +160,9 @@ class S3Storage(ObjectStorage):
             if status_of(error) != 416:
                 raise
             return 0, ""  # it ends before
-        n_due = expected(*_held(str(answer.get("ContentRange", ""))), offset, len(view))
+        n_due = expected(
+            *_held(str(answer.get("ContentRange", ""))), offset=offset, length=len(view)
+        )
         n = 0
         with closing(answer["Body"]) as body:
             while n < n_due and (got := body.readinto(view[n:n_due])):
