@@ -30,7 +30,7 @@ from obstore.store import AzureStore, GCSStore
 
 from elastic.errors import InternalError, StorageRefused
 from elastic.storage.objects import N_IN_FLIGHT, Looked, ObjectStorage, Taken, Upload, Whole
-from elastic.storage.retries import (
+from elastic.storage.storage_faults import (
     BUSY,
     DOWN,
     PASSING_STATUS,

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, ClassVar, Self, cast
 
 from elastic.errors import InternalError, SpecError, StorageFailed, StorageRefused
 from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
-from elastic.storage.retries import Fault, Patience, WrongBytes, check_whole
+from elastic.storage.storage_faults import Fault, Patience, WrongBytes, check_whole
 
 RANGE_BYTES = 8 << 20  # of one request of a large read
 N_THREADS = 8  # parts and ranges that travel at once

@@ -38,7 +38,7 @@ from elastic.storage.objects import (
     settle,
     start,
 )
-from elastic.storage.retries import BUSY, DOWN, PASSING_STATUS, Fault, WrongBytes, expected
+from elastic.storage.storage_faults import BUSY, DOWN, PASSING_STATUS, Fault, WrongBytes, expected
 
 PART_BYTES = 16 << 20
 MOST_PART_BYTES = 1 << 30
