@@ -29,13 +29,20 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import AzureStore, GCSStore
 
 from elastic.errors import InternalError, StorageRefused
-from elastic.storage.objects import N_IN_FLIGHT, Looked, ObjectStorage, Taken, Upload, Whole
+from elastic.storage.objects import (
+    N_IN_FLIGHT,
+    AlreadyThere,
+    Looked,
+    ObjectStorage,
+    Upload,
+    WholeObject,
+)
 from elastic.storage.storage_faults import (
     BUSY,
     DOWN,
     PASSING_STATUS,
-    Fault,
     Patience,
+    StorageFault,
     WrongBytes,
     expected,
 )
@@ -158,7 +165,7 @@ class CloudStorage(ObjectStorage):
     def _forget_clients(self) -> None:
         _store.cache_clear()
 
-    def _fault(self, error: Exception, where: str) -> Fault:
+    def _fault(self, error: Exception, where: str) -> StorageFault:
         """obstore gives no codes, only text."""
         said, status, cloud = _said(error), _status(error), CLOUDS[self.scheme]
         code, message, retries = (pattern.search(said) for pattern in (_CODE, _MESSAGE, _RETRIES))
@@ -166,23 +173,25 @@ class CloudStorage(ObjectStorage):
         n_retries, most = (int(retries[1]), int(retries[2])) if retries else (0, -1)
         n_asked = n_retries + 1
         if isinstance(error, FileNotFoundError) and named not in advice:
-            return Fault("absent", n_asked=n_asked)
+            return StorageFault("absent", n_asked=n_asked)
         passing = status == 409 or status in PASSING_STATUS
         of_token = "token request" in said
         if of_token and status and not passing:
-            return Fault("unasked", f"there are no credentials; {cloud.no_credentials}")
+            return StorageFault("unasked", f"there are no credentials; {cloud.no_credentials}")
         # asking again may help, and obstore has not done so as often as it may
         unknown = not status or isinstance(error, AlreadyExistsError)
         again = unknown and not of_token and n_retries != most
         shown = named or str(status)
         if passing:
             busy = status == 429 or named in ("SlowDown", "ServerBusy")
-            return Fault("failed", BUSY if busy else DOWN, shown, again=again, n_asked=n_asked)
+            return StorageFault(
+                "failed", BUSY if busy else DOWN, shown, again=again, n_asked=n_asked
+            )
         if status:
             why = advice.get(named) or advice.get(str(status))
             why = why or (message[1].strip()[:200] if message else "no reason was given")
-            return Fault("refused", why, shown, n_asked=n_asked, stale=status == 401)
-        return Fault("unanswered", _text(error), again=again, n_asked=n_asked)
+            return StorageFault("refused", why, shown, n_asked=n_asked, stale=status == 401)
+        return StorageFault("unanswered", _text(error), again=again, n_asked=n_asked)
 
     def _head(self, client: Any, name: str) -> Looked:
         return _looked(obstore.get(client, name, options={"head": True}))
@@ -206,7 +215,7 @@ class CloudStorage(ObjectStorage):
         view[:n_due] = data
         return n_due, str(answer.meta["e_tag"])
 
-    def _write(self, client: Any, name: str, whole: Whole) -> None:
+    def _write(self, client: Any, name: str, whole: WholeObject) -> None:
         mode: Any = "create" if whole.if_absent else "overwrite"
         try:
             obstore.put(
@@ -215,7 +224,7 @@ class CloudStorage(ObjectStorage):
         except AlreadyExistsError as error:
             if not whole.if_absent:
                 raise
-            raise Taken from error
+            raise AlreadyThere from error
 
     def _upload(self, name: str, if_absent: bool) -> Upload:
         return CloudUpload(self, name, if_absent)

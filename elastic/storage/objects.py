@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, ClassVar, Self, cast
 
 from elastic.errors import InternalError, SpecError, StorageFailed, StorageRefused
 from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
-from elastic.storage.storage_faults import Fault, Patience, WrongBytes, check_whole
+from elastic.storage.storage_faults import Patience, StorageFault, WrongBytes, check_whole
 
 RANGE_BYTES = 8 << 20  # of one request of a large read
 N_THREADS = 8  # parts and ranges that travel at once
@@ -34,12 +34,12 @@ class Looked:
     marks: Mapping[str, str]
 
 
-class Taken(Exception):
+class AlreadyThere(Exception):
     """The object is there already, and must not be replaced."""
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeObject:
     """What is put in one piece."""
 
     data: bytes | bytearray
@@ -210,9 +210,9 @@ class ObjectStorage(Storage):
         told: tuple[type[Exception], ...] = (StorageRefused, StorageFailed)
         ours: tuple[type[Exception], ...] = (WrongBytes, *self.faults)
 
-        def fault_of(error: Exception) -> Fault:
+        def fault_of(error: Exception) -> StorageFault:
             if isinstance(error, WrongBytes):
-                return Fault("damaged", str(error), again=True)
+                return StorageFault("damaged", str(error), again=True)
             return self._fault(error, where)
 
         def may_pass(error: BaseException) -> bool:
@@ -259,14 +259,14 @@ class ObjectStorage(Storage):
         of this call wrote, the answer to which was lost."""
         writer, n_tries = secrets.token_hex(8), 0
         marks = dict(zip(self.marks, (writer, f"{zlib.crc32(data):08x}"), strict=True))
-        whole = Whole(data, marks, if_absent)
+        whole = WholeObject(data, marks, if_absent)
 
         def put(client: Any) -> bool:
             nonlocal n_tries
             n_tries += 1
             try:
                 self._write(client, name, whole)
-            except Taken:
+            except AlreadyThere:
                 seldom = n_tries == 1 and not self.repeats
                 return not seldom and self._writer(client, name) == writer
             return True
@@ -291,7 +291,7 @@ class ObjectStorage(Storage):
         """The next one reads the credentials anew."""
 
     @abstractmethod
-    def _fault(self, error: Exception, where: str) -> Fault:
+    def _fault(self, error: Exception, where: str) -> StorageFault:
         """Of one of `faults`."""
 
     @abstractmethod
@@ -305,8 +305,8 @@ class ObjectStorage(Storage):
         """See `_range`; raises WrongBytes where the answer is not what was asked for."""
 
     @abstractmethod
-    def _write(self, client: Any, name: str, whole: Whole) -> None:
-        """Raises Taken."""
+    def _write(self, client: Any, name: str, whole: WholeObject) -> None:
+        """Raises AlreadyThere."""
 
     @abstractmethod
     def _upload(self, name: str, if_absent: bool) -> Upload: ...

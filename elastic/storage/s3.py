@@ -30,15 +30,22 @@ from elastic.storage import aws_errors
 from elastic.storage.aws_errors import CODES, Meaning, code_of, meaning, status_of
 from elastic.storage.objects import (
     N_IN_FLIGHT,
+    AlreadyThere,
     Looked,
     ObjectStorage,
-    Taken,
     Upload,
-    Whole,
+    WholeObject,
     settle,
     start,
 )
-from elastic.storage.storage_faults import BUSY, DOWN, PASSING_STATUS, Fault, WrongBytes, expected
+from elastic.storage.storage_faults import (
+    BUSY,
+    DOWN,
+    PASSING_STATUS,
+    StorageFault,
+    WrongBytes,
+    expected,
+)
 
 PART_BYTES = 16 << 20
 MOST_PART_BYTES = 1 << 30
@@ -132,17 +139,17 @@ class S3Storage(ObjectStorage):
     def _forget_clients(self) -> None:
         _client.cache_clear()
 
-    def _fault(self, error: Exception, where: str) -> Fault:
+    def _fault(self, error: Exception, where: str) -> StorageFault:
         means = meaning(error)
         if isinstance(error, aws.ClientError):
             return _answered(error, where, means)
         if isinstance(error, aws.NoCredentialsError | aws.PartialCredentialsError):
-            return Fault("unasked", aws_errors.ADVICE[means])
+            return StorageFault("unasked", aws_errors.ADVICE[means])
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         lasting = isinstance(error, aws.SSLError) and "CERTIFICATE" in str(error).upper()
         if isinstance(error, PASSING_KINDS) and not lasting:
-            return Fault("unanswered", text, again=True)
-        return Fault("unasked", text)
+            return StorageFault("unanswered", text, again=True)
+        return StorageFault("unasked", text)
 
     def _head(self, client: Any, name: str) -> Looked:
         return _looked(client.head_object(Bucket=self.bucket, Key=name))
@@ -171,7 +178,7 @@ class S3Storage(ObjectStorage):
             raise WrongBytes(f"{n_due} bytes were announced, {n} came")
         return n, str(answer.get("ETag", ""))
 
-    def _write(self, client: Any, name: str, whole: Whole) -> None:
+    def _write(self, client: Any, name: str, whole: WholeObject) -> None:
         wanted = {"IfNoneMatch": "*"} if whole.if_absent else {}
         try:
             client.put_object(
@@ -180,7 +187,7 @@ class S3Storage(ObjectStorage):
         except aws.ClientError as error:
             if status_of(error) != 412:
                 raise
-            raise Taken from error
+            raise AlreadyThere from error
 
     def _upload(self, name: str, if_absent: bool) -> Upload:
         return S3Upload(self, name, if_absent)
@@ -351,19 +358,19 @@ def _held(content_range: str) -> tuple[tuple[int, int], int]:
     return (first, last + 1), total
 
 
-def _answered(error: Any, where: str, means: Meaning) -> Fault:
+def _answered(error: Any, where: str, means: Meaning) -> StorageFault:
     code, status, operation = code_of(error), status_of(error), error.operation_name
     if code in ("NoSuchKey", "404", "NotFound") and status == 404:
-        return Fault("absent")
+        return StorageFault("absent")
     named = code or str(status)
     if code in PASSING_CODES or status in PASSING_STATUS:
         text = BUSY if means == "throttled" else DOWN
-        return Fault("failed", text, named, again=True, operation=operation)
+        return StorageFault("failed", text, named, again=True, operation=operation)
     if code == "NoSuchUpload" and operation == "CompleteMultipartUpload":
         text = (
             "its upload was removed while it ran; keep lifecycle rules for unfinished uploads at "
         )
-        return Fault("failed", f"{text}a day or more", code, operation=operation)
+        return StorageFault("failed", f"{text}a day or more", code, operation=operation)
     if code in WRONG_REGION:
         headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         region = headers.get("x-amz-bucket-region") or "the region of the bucket"
@@ -374,4 +381,4 @@ def _answered(error: Any, where: str, means: Meaning) -> Fault:
     else:
         said = str(error.response.get("Error", {}).get("Message", ""))[:200]
         text = ADVICE.get(code) or aws_errors.ADVICE.get(means) or said or "no reason was given"
-    return Fault("refused", text, named, operation=operation, stale=means == "expired")
+    return StorageFault("refused", text, named, operation=operation, stale=means == "expired")

@@ -51,7 +51,7 @@ class WrongBytes(Exception):
 
 
 @dataclass(frozen=True)
-class Fault:
+class StorageFault:
     """What an error says. `damaged`: the answer holds other bytes; `failed`: the server does not do
     it now; `refused`: nor later; `unanswered`: no answer, or none that can be read; `unasked`: it
     could not be asked. `again`: asking again may help. `n_asked`: by the client, for this one
