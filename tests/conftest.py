@@ -270,9 +270,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Parts and ranges so small that little data makes many."""
     from support.storage.s3_server import PART_BYTES
 
-    from elastic.storage import objects, s3_upload
+    from elastic.storage import objects, s3
 
-    monkeypatch.setattr(s3_upload, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(s3, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(objects, "RANGE_BYTES", 2 * PART_BYTES // 5)
     with suppress(ModuleNotFoundError):
         from elastic.storage import cloud

@@ -5,120 +5,60 @@ from __future__ import annotations
 
 import io
 import re
+import secrets
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, BinaryIO, ClassVar, Self, cast
 
-from tenacity import (
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_random_exponential,
-)
-
-from elastic.errors import SpecError, StorageFailed
+from elastic.errors import InternalError, SpecError, StorageFailed, StorageRefused
 from elastic.storage.interface import TEMPORARY, Sizes, Storage, T, checked
+from elastic.storage.storage_faults import Patience, StorageFault, WrongBytes, check_whole
 
 RANGE_BYTES = 8 << 20  # of one request of a large read
 N_THREADS = 8  # parts and ranges that travel at once
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a fault is met by asking again: a random wait of 0 .. first_s, 0 .. 2 first_s, ...
-    up to most_s each time."""
-
-    attempts: int = 10
-    total_s: float = 120.0
-    first_s: float = 0.2
-    most_s: float = 10.0
-    connect_s: float = 5.0
-    read_s: float = 30.0
-
-    def tries(
-        self, may_pass: Callable[[BaseException], bool], attempts: int | None = None
-    ) -> Retrying:
-        """Calls what it is given, as often as a fault may pass. `attempts`: instead of its own."""
-        return Retrying(
-            stop=stop_after_attempt(attempts or self.attempts) | stop_after_delay(self.total_s),
-            wait=wait_random_exponential(multiplier=self.first_s, max=self.most_s),
-            retry=retry_if_exception(may_pass),
-            reraise=True,
-        )
-
-
+N_IN_FLIGHT = 4  # parts of one upload
 DEFAULT = Patience()
 
 
-class WrongBytes(Exception):
-    """An answer does not hold what it should: fewer bytes, or another digest. Asked again."""
+@dataclass(frozen=True)
+class Looked:
+    """What an object's server says of it. `marks`: stored with it by its writer."""
+
+    n_bytes: int
+    modified_s: float
+    marks: Mapping[str, str]
 
 
-def check_whole(data: bytes, n_bytes: int, crc32: str | None) -> None:
-    """Of an object that was read whole: its length, and the digest that was stored with it. Raises
-    WrongBytes."""
-    if len(data) != n_bytes:
-        raise WrongBytes(f"{n_bytes} bytes were announced, {len(data)} came")
-    if crc32 is not None and crc32 != f"{zlib.crc32(data):08x}":
-        raise WrongBytes(f"its CRC-32 is {zlib.crc32(data):08x}, stored with it is {crc32}")
+class AlreadyThere(Exception):
+    """The object is there already, and must not be replaced."""
 
 
-class PartsFile(io.RawIOBase):
-    """What `create` gives to write to: a small file goes in one piece, another in parts, several at
-    once."""
+@dataclass(frozen=True)
+class WholeObject:
+    """What is put in one piece."""
 
-    def __init__(self) -> None:
-        self._part, self._n_bytes = bytearray(), 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._n_bytes
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        at = 0
-        while at < len(view):
-            room = self._part_bytes() - len(self._part)
-            self._part += view[at : at + room]
-            at += room
-            if len(self._part) == self._part_bytes():
-                self._send()
-        self._n_bytes += len(view)
-        return len(view)
-
-    @abstractmethod
-    def finish(self) -> None:
-        """The object is there when this returns. Raises FileExistsError where it must not replace
-        another."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Removes the parts that were sent, as far as can be."""
-
-    @abstractmethod
-    def _part_bytes(self) -> int:
-        """Size of the part that is being filled."""
-
-    @abstractmethod
-    def _send(self) -> None:
-        """Takes the part, which is whole or the last one, and begins another."""
+    data: bytes | bytearray
+    marks: dict[str, str]
+    if_absent: bool
 
 
 class ObjectStorage(Storage):
-    """`scheme://bucket/prefix`."""
+    """`scheme://bucket/prefix`. A kind of it says how its client asks for one thing (what takes a
+    `client` is one request) and what the client's errors mean; the rest is here."""
 
     remote: ClassVar[bool] = True
     scheme: ClassVar[str]
     named: ClassVar[str] = "bucket"
     bucket_names: ClassVar[re.Pattern[str]]
+    faults: ClassVar[tuple[type[Exception], ...]]  # what its client raises
+    repeats: ClassVar[bool]  # the client asks again by itself, unseen
+    # metadata: who wrote the object; the CRC-32 of one put in one piece
+    marks: ClassVar[tuple[str, str]] = ("elastic-writer", "elastic-crc32")
 
     def __init__(self, uri: str, patience: Patience | None = None) -> None:
         start = f"{self.scheme}://"
@@ -152,6 +92,16 @@ class ObjectStorage(Storage):
 
     # -------------------------------------------------------------------------------------- reading
 
+    def get(self, key: str) -> bytes:
+        name = self._name(key)
+
+        def get(client: Any) -> bytes:
+            data, found = self._get(client, name)
+            check_whole(data, found.n_bytes, found.marks.get(self.marks[1]))
+            return data
+
+        return self._ask(name, "reading", get)
+
     def read(self, key: str, offset: int, length: int) -> bytearray:
         out = bytearray(max(0, length))
         n = self.read_into(key, offset, memoryview(out))
@@ -173,14 +123,14 @@ class ObjectStorage(Storage):
         return sum(n for n, _ in found)
 
     def size(self, key: str) -> int:
-        return self._head(key)[0]
+        return self._look(key).n_bytes
 
     def modified_s(self, key: str) -> float:
-        return self._head(key)[1]
+        return self._look(key).modified_s
 
     def exists(self, key: str) -> bool:
         try:
-            self._head(key)
+            self._look(key)
         except FileNotFoundError:
             return False
         return True
@@ -210,6 +160,9 @@ class ObjectStorage(Storage):
 
     # ------------------------------------------------------------------------- writing and removing
 
+    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        return self._put(self._name(key), data, if_absent)
+
     @contextmanager
     def create(self, key: str, if_absent: bool = False) -> Iterator[BinaryIO]:
         upload = self._upload(self._name(key), if_absent)
@@ -220,10 +173,15 @@ class ObjectStorage(Storage):
             upload.abandon()
             raise
 
+    def delete(self, key: str) -> None:
+        self._drop(self._name(key))
+
     def delete_folder(self, key: str = "") -> None:
         inside = f"{self._name(key)}/" if key else self._own()
         for page in self._listed(inside):
-            self._remove(inside, [name for name, _, _ in page])
+            if names := [name for name, _, _ in page]:
+                assert all(name.startswith(inside) for name in names)
+                self._remove(inside, names)
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -239,24 +197,210 @@ class ObjectStorage(Storage):
             )
         return self._inside
 
-    @abstractmethod
-    def _upload(self, name: str, if_absent: bool) -> PartsFile: ...
+    def where(self, name: str) -> str:
+        return f"{self.scheme}://{self.bucket}/{name}"
 
-    @abstractmethod
-    def _head(self, key: str) -> tuple[int, float]:
-        """Bytes, and when it was written."""
+    def _ask(
+        self, name: str, operation: str, request: Callable[[Any], T], *, attempts: int | None = None
+    ) -> T:
+        """`request(client)`, repeated as long as a fault may pass. `name`: key or prefix, for
+        messages. Raises FileNotFoundError, StorageRefused, StorageFailed; what the request raises
+        that is no fault of its client passes through."""
+        where, n_asked = self.where(name), 0
+        told: tuple[type[Exception], ...] = (StorageRefused, StorageFailed)
+        ours: tuple[type[Exception], ...] = (WrongBytes, *self.faults)
 
-    @abstractmethod
+        def fault_of(error: Exception) -> StorageFault:
+            if isinstance(error, WrongBytes):
+                return StorageFault("damaged", str(error), again=True)
+            return self._fault(error, where)
+
+        def may_pass(error: BaseException) -> bool:
+            nonlocal n_asked
+            if isinstance(error, told) or not isinstance(error, ours):
+                return False
+            fault = fault_of(error)
+            n_asked += fault.n_asked
+            return fault.again
+
+        tries = self.patience.tries(may_pass, attempts)
+        try:
+            return tries(lambda: request(self._client()))
+        except told:
+            raise
+        except ours as error:
+            seconds = float(tries.statistics.get("delay_since_first_attempt", 0.0))
+            asked = f"asked {n_asked} times in {seconds:.0f} s"
+            fault = fault_of(error)
+            if fault.stale:
+                self._forget_clients()
+            raise fault.told(where, operation, asked) from error
+
+    def _drop(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._ask(name, "removing", lambda client: self._delete(client, name))
+
+    def _remove(self, inside: str, names: Sequence[str]) -> None:
+        """All of them begin with `inside`."""
+        self.each([partial(self._drop, name) for name in names])
+
+    def _look(self, key: str) -> Looked:
+        name = self._name(key)
+        return self._ask(name, "looking", lambda client: self._head(client, name))
+
     def _range(self, name: str, offset: int, view: memoryview) -> tuple[int, str]:
         """One ranged read: bytes that there were, and the ETag of the object that they are from."""
+        return self._ask(
+            name, "reading", lambda client: self._fill(client, name, view, offset=offset)
+        )
+
+    def _put(self, name: str, data: bytes | bytearray, if_absent: bool) -> bool:
+        """One request. False: `if_absent`, and the object was there and is not what an earlier try
+        of this call wrote, the answer to which was lost."""
+        writer, n_tries = secrets.token_hex(8), 0
+        marks = dict(zip(self.marks, (writer, f"{zlib.crc32(data):08x}"), strict=True))
+        whole = WholeObject(data, marks, if_absent)
+
+        def put(client: Any) -> bool:
+            nonlocal n_tries
+            n_tries += 1
+            try:
+                self._write(client, name, whole)
+            except AlreadyThere:
+                seldom = n_tries == 1 and not self.repeats
+                return not seldom and self._writer(client, name) == writer
+            return True
+
+        return self._ask(name, "writing", put)
+
+    def _writer(self, client: Any, name: str) -> str:
+        """Who wrote the object; '' = it is not there, or nobody has said so."""
+        try:
+            return self._head(client, name).marks.get(self.marks[0], "")
+        except self.faults as error:
+            if self._fault(error, name).kind != "absent":
+                raise
+            return ""
+
+    @abstractmethod
+    def _client(self) -> Any:
+        """Raises StorageRefused."""
+
+    @abstractmethod
+    def _forget_clients(self) -> None:
+        """The next one reads the credentials anew."""
+
+    @abstractmethod
+    def _fault(self, error: Exception, where: str) -> StorageFault:
+        """Of one of `faults`."""
+
+    @abstractmethod
+    def _head(self, client: Any, name: str) -> Looked: ...
+
+    @abstractmethod
+    def _get(self, client: Any, name: str) -> tuple[bytes, Looked]: ...
+
+    @abstractmethod
+    def _fill(self, client: Any, name: str, view: memoryview, *, offset: int) -> tuple[int, str]:
+        """See `_range`; raises WrongBytes where the answer is not what was asked for."""
+
+    @abstractmethod
+    def _write(self, client: Any, name: str, whole: WholeObject) -> None:
+        """Raises AlreadyThere."""
+
+    @abstractmethod
+    def _upload(self, name: str, if_absent: bool) -> Upload: ...
+
+    @abstractmethod
+    def _delete(self, client: Any, name: str) -> None: ...
 
     @abstractmethod
     def _listed(self, start: str) -> Iterator[Sequence[tuple[str, int, float]]]:
         """Pages of the objects whose names begin so: name, bytes, when it was written."""
 
+
+class Upload(io.RawIOBase):
+    """What `create` gives to write to: a small file goes in one piece, another in parts, several at
+    once. Memory: the parts in flight and one more."""
+
+    attempts: ClassVar[int | None] = None  # of its end; None: as of other requests
+
+    def __init__(self, storage: ObjectStorage, name: str, if_absent: bool) -> None:
+        self._storage, self._name, self._if_absent = storage, name, if_absent
+        self._part, self._n_bytes, self._n_parts = bytearray(), 0, 0
+        self._marks = {storage.marks[0]: secrets.token_hex(8)}
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._n_bytes
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        at = 0
+        while at < len(view):
+            whole = self._part_bytes(self._n_parts + 1)
+            room = whole - len(self._part)
+            self._part += view[at : at + room]
+            at += room
+            if len(self._part) == whole:
+                self._take()
+        self._n_bytes += len(view)
+        return len(view)
+
+    def finish(self) -> None:
+        """The object is there when this returns. Raises FileExistsError where it must not replace
+        another."""
+        if not self._n_parts:
+            if not self._storage._put(self._name, self._part, self._if_absent):
+                raise FileExistsError(f"{self._storage.where(self._name)}: it is there already")
+            return
+        if self._part:
+            self._take()
+        self._wait()
+        self._ask(self._end, self.attempts)
+
     @abstractmethod
-    def _remove(self, inside: str, names: Sequence[str]) -> None:
-        """All of them begin with `inside`."""
+    def abandon(self) -> None:
+        """Removes the parts that were sent. Where that fails too, `clean_unfinished` finds them
+        later."""
+
+    @abstractmethod
+    def _part_bytes(self, number: int) -> int:
+        """Size of the n-th part, from 1."""
+
+    @abstractmethod
+    def _send(self, part: bytearray) -> None:
+        """Waits while too many are in flight."""
+
+    def _wait(self) -> None:
+        """All parts have arrived when this returns."""
+
+    @abstractmethod
+    def _complete(self, client: Any) -> None:
+        """Makes them an object."""
+
+    def _take(self) -> None:
+        """Sends the part, which is whole or the last one, and begins another."""
+        if self._if_absent:
+            raise InternalError(
+                f"storage key '{self._name}': what must not replace another is at most "
+                f"{self._part_bytes(1)} bytes"
+            )
+        part, self._part, self._n_parts = self._part, bytearray(), self._n_parts + 1
+        self._send(part)
+
+    def _end(self, client: Any) -> None:
+        """Where the answer to a try was lost, the object itself says whether it went through."""
+        try:
+            self._complete(client)
+        except self._storage.faults:
+            if self._storage._writer(client, self._name) not in self._marks.values():
+                raise
+
+    def _ask(self, request: Callable[[Any], T], attempts: int | None = None) -> T:
+        return self._storage._ask(self._name, "writing", request, attempts=attempts)
 
 
 def _plain(key: str) -> bool:

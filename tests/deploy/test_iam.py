@@ -10,8 +10,7 @@ import torch
 from botocore.client import BaseClient
 from support.places import ROOT
 
-from elastic.storage.s3 import S3Storage
-from elastic.storage.s3_calls import ACTIONS
+from elastic.storage.s3 import ACTIONS, S3Storage
 from elastic.types import Box, CopyRemoved, CopyStored, Layout, Plan, ShardStored, WorkerId
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.hosting.aggregate import CheckpointParts

@@ -252,10 +252,10 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith(("GOOGLE_", "AZURE_", "GCE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    from elastic.storage import cloud_calls
+    from elastic.storage import cloud
 
     with socket.create_server(("127.0.0.1", 0)) as free:
-        monkeypatch.setattr(cloud_calls, "METADATA", free.getsockname())
+        monkeypatch.setattr(cloud, "METADATA", free.getsockname())
 
 
 @pytest.mark.usefixtures("nobody")
@@ -302,8 +302,7 @@ def test_a_connection_string_is_enough(az: Storage, monkeypatch: pytest.MonkeyPa
 def test_a_client_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, scheme: str, extra: str
 ) -> None:
-    for name in ("elastic.storage.cloud", "elastic.storage.cloud_calls"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "elastic.storage.cloud", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(SpecError, match=rf"pip install 'elastic-ray\[{extra}\]', on every node"):
         open_storage(f"{scheme}://bucket/run")

@@ -13,6 +13,7 @@ from support.storage.s3_server import BUCKET
 
 from elastic.errors import InternalError, SpecError, StorageFailed, StorageRefused
 from elastic.storage import LocalStorage, Storage, open_storage
+from elastic.storage.objects import ObjectStorage
 
 CLOUDS = [
     "s3",
@@ -197,6 +198,14 @@ def test_what_must_not_replace_another_is_small(cloud: Storage, small_parts: int
         with cloud.create("k", if_absent=True) as file:
             file.write(bytes(small_parts))
     assert not cloud.exists("k")
+
+
+def test_a_folder_is_deleted_with_names_that_nobody_may_write(cloud: ObjectStorage) -> None:
+    for name in ("d/k", "d/.tmp-1"):
+        cloud._put(f"{cloud.prefix}/{name}", b"1", False)
+    assert cloud.list() == ["d/k"]
+    cloud.delete_folder("d")
+    assert [name for page in cloud._listed(f"{cloud.prefix}/") for name in page] == []
 
 
 def test_an_object_is_as_old_as_its_server_says(cloud: Storage) -> None:

@@ -17,7 +17,7 @@ from support.storage.passing import PASSING
 from support.storage.s3_server import PART_BYTES
 
 from elastic.errors import ElasticError, StorageDamaged, StorageFailed, StorageRefused
-from elastic.storage import s3_calls
+from elastic.storage import s3 as module
 from elastic.storage.s3 import S3Storage
 
 pytestmark = pytest.mark.slow
@@ -292,11 +292,11 @@ def test_an_object_that_is_replaced_between_two_ranges_is_not_mixed(
 def test_after_credentials_expired_they_are_read_anew(
     filled: S3Storage, proxy: FaultyProxy
 ) -> None:
-    assert s3_calls._client.cache_info().currsize > 0
+    assert module._client.cache_info().currsize > 0
     proxy.faults.append(expired("GET"))
     with pytest.raises(StorageRefused, match="expired"):
         filled.get("old")
-    assert s3_calls._client.cache_info().currsize == 0 and filled.get("old") == SMALL
+    assert module._client.cache_info().currsize == 0 and filled.get("old") == SMALL
 
 
 @pytest.mark.parametrize("at", [i / 23 for i in range(24)])

@@ -13,7 +13,6 @@ from support.waiting import is_waiting, until
 
 from elastic.errors import StorageRefused
 from elastic.storage import s3 as module
-from elastic.storage import s3_upload
 from elastic.storage.s3 import S3Storage
 
 MB = 1 << 20
@@ -46,8 +45,8 @@ def test_a_stream_waits_for_its_parts(s3: S3Storage, proxy: FaultyProxy, small_p
 
     writer = threading.Thread(target=write)
     writer.start()
-    until(lambda: len(written) >= s3_upload.N_IN_FLIGHT and is_waiting(writer), "the writer's wait")
-    assert len(written) == s3_upload.N_IN_FLIGHT
+    until(lambda: len(written) >= module.N_IN_FLIGHT and is_waiting(writer), "the writer's wait")
+    assert len(written) == module.N_IN_FLIGHT
     go.set()
     writer.join()
     assert s3.size("slow") == 20 * small_parts
@@ -78,7 +77,9 @@ def test_a_folder_is_deleted_with_its_unfinished_uploads(s3: S3Storage) -> None:
     assert s3.list() == [] and list(s3._unfinished(s3.prefix)) == []
 
 
-def test_more_objects_than_one_page(s3: S3Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_objects_than_one_page(
+    s3: S3Storage, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for i in range(25):
         s3.put(f"d/{i:02}", b"")
     pages = S3Storage._pages
@@ -87,18 +88,19 @@ def test_more_objects_than_one_page(s3: S3Storage, monkeypatch: pytest.MonkeyPat
         return pages(self, start, **more, MaxKeys=10)  # type: ignore[arg-type]
 
     monkeypatch.setattr(S3Storage, "_pages", small)
-    monkeypatch.setattr(module, "N_PER_DELETE", 4)
     assert s3.list() == [f"d/{i:02}" for i in range(25)]
+    proxy.clear()
     s3.delete_folder("d")
-    assert s3.list() == []
+    assert proxy.count(r"POST .*\?delete") == 3 and s3.list() == []
 
 
 @pytest.mark.parametrize(
     ("number", "expected"), [(1, 16 * MB), (1000, 16 * MB), (1001, 32 * MB), (10_000, 1 << 30)]
 )
 def test_parts_grow_so_that_10_000_are_enough(number: int, expected: int) -> None:
-    assert s3_upload.part_bytes(number) == expected
-    assert sum(s3_upload.part_bytes(n) for n in range(1, 10_001)) > 4 << 40
+    upload = S3Storage("s3://bucket/run")._upload("k", False)
+    assert upload._part_bytes(number) == expected
+    assert sum(upload._part_bytes(n) for n in range(1, 10_001)) > 4 << 40
 
 
 def test_no_credentials(s3: S3Storage, monkeypatch: pytest.MonkeyPatch, proxy: FaultyProxy) -> None:

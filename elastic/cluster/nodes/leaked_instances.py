@@ -13,16 +13,8 @@ import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
 
-from elastic.cluster.prices.aws_errors import (
-    EXPIRED,
-    NO_CREDENTIALS,
-    NO_LOGIN,
-    REFUSED,
-    THROTTLED,
-    UNKNOWN,
-)
 from elastic.errors import CloudFailed, SpecError
-from elastic.storage.s3_calls import code_of
+from elastic.storage.aws_errors import ADVICE, code_of, meaning
 
 T = TypeVar("T")
 
@@ -113,43 +105,39 @@ def _told(call: Callable[[], T], region: str) -> T:
     """The call's answer, or what a person can do about its fault."""
     try:
         return call()
-    except NO_CREDENTIALS as error:
-        raise SpecError(
-            f"EC2 needs credentials ({error}); set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret"
-        ) from error
-    except NO_LOGIN as error:
-        raise SpecError(f"EC2: the login has ended ({error}); renew it (aws sso login)") from error
     except (aws.NoRegionError, aws.InvalidRegionError) as error:
         raise SpecError(
             f"EC2: '{region}' is no region ({error}); correct provider.region in the cluster file"
         ) from error
-    except (aws.HTTPClientError, aws.EndpointConnectionError) as error:
-        raise CloudFailed(
-            f"EC2 in {region} does not answer: {error}; look at the network and at AWS_ENDPOINT_URL"
-        ) from error
-    except aws.ClientError as error:
-        raise _refused(error, region) from error
+    except (aws.ClientError, aws.BotoCoreError) as error:
+        if (told := _explained(error, region)) is None:
+            raise
+        raise told from error
 
 
-def _refused(error: aws.ClientError, region: str) -> SpecError | CloudFailed:
-    code, text = code_of(error), error.response["Error"].get("Message", "")
-    if code in EXPIRED:
-        return SpecError(
-            f"EC2: the credentials have expired ({code}); renew them (aws sso login, or new keys)"
-        )
-    if code in UNKNOWN:
-        return SpecError(
-            f"EC2 in {region} does not accept the credentials ({code}); set AWS_PROFILE or the "
-            "access key right"
-        )
-    if code in REFUSED:
-        return SpecError(
-            f"EC2: the credentials may not call ec2:{error.operation_name} in {region}; allow it "
-            "to this role"
-        )
-    if code in THROTTLED:
-        return CloudFailed(
-            f"EC2 in {region} asks to slow down ({code}), also after {ATTEMPTS} tries; try again "
-            "in a minute"
-        )
-    return CloudFailed(f"EC2 in {region}, {error.operation_name}: {code}: {text}")
+def _explained(error: aws.ClientError | aws.BotoCoreError, region: str) -> Exception | None:
+    """None: of no fault that a person can do something about."""
+    of_server = isinstance(error, aws.ClientError)
+    said = code_of(error) if of_server else str(error)
+    match meaning(error):
+        case "expired" | "unknown" | "no credentials" | "no login" as why:
+            return SpecError(f"EC2 in {region}: {ADVICE[why]} ({said})")
+        case "forbidden":
+            return SpecError(
+                f"EC2: the credentials may not call ec2:{error.operation_name} in {region} "
+                f"({said}); allow it to this role"
+            )
+        case "throttled":
+            return CloudFailed(
+                f"EC2 in {region} asks to slow down ({said}), also after {ATTEMPTS} tries; try "
+                "again in a minute"
+            )
+        case "no answer":
+            return CloudFailed(
+                f"EC2 in {region} does not answer: {said}; look at the network and at "
+                "AWS_ENDPOINT_URL"
+            )
+    if not of_server:
+        return None
+    text = error.response["Error"].get("Message", "")
+    return CloudFailed(f"EC2 in {region}, {error.operation_name}: {said}: {text}")

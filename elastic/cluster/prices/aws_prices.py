@@ -16,15 +16,8 @@ import boto3
 from botocore import exceptions as aws
 from botocore.config import Config
 
-from elastic.cluster.prices.aws_errors import (
-    EXPIRED,
-    NO_CREDENTIALS,
-    NO_LOGIN,
-    REFUSED,
-    THROTTLED,
-    UNKNOWN,
-)
-from elastic.storage.s3_calls import code_of
+from elastic.storage import aws_errors
+from elastic.storage.aws_errors import code_of, meaning
 
 T = TypeVar("T")
 
@@ -37,14 +30,9 @@ LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
 # history begins with the price that was in force then; clocks may differ
 SPOT_LOOK = timedelta(hours=1)
 ADVICE = {
-    **dict.fromkeys(
-        EXPIRED, "the credentials have expired: renew them (aws sso login, or new keys)"
-    ),
-    **dict.fromkeys(
-        UNKNOWN, "AWS does not know these credentials: set AWS_PROFILE or AWS_ACCESS_KEY_ID"
-    ),
-    **dict.fromkeys(REFUSED, "these credentials may not ask that"),
-    **dict.fromkeys(THROTTLED, f"AWS asks to slow down, also after {ATTEMPTS} tries"),
+    **aws_errors.ADVICE,
+    "forbidden": "these credentials may not ask that",
+    "throttled": f"AWS asks to slow down, also after {ATTEMPTS} tries",
 }
 
 
@@ -123,15 +111,15 @@ class AwsPrices:
             client = self._made.get((service, region)) or self.client(service, region)
             self._made[service, region] = client
             return request(client)
-        except aws.ClientError as error:
-            code = code_of(error)
-            raise NoAnswer(f"{what}: {ADVICE.get(code, 'AWS refuses')} ({code})") from error
-        except NO_CREDENTIALS as error:
-            raise NoCredentials("there are no AWS credentials here") from error
-        except NO_LOGIN as error:
-            raise NoAnswer(f"{what}: {ADVICE['ExpiredToken']}") from error
-        except aws.BotoCoreError as error:
-            raise NoAnswer(f"{what}: AWS does not answer ({type(error).__name__})") from error
+        except (aws.ClientError, aws.BotoCoreError) as error:
+            means = meaning(error)
+            if means == "no credentials":
+                raise NoCredentials("there are no AWS credentials here") from error
+            if isinstance(error, aws.ClientError):
+                why = f"{ADVICE.get(means, 'AWS refuses')} ({code_of(error)})"
+            else:
+                why = ADVICE.get(means, f"AWS does not answer ({type(error).__name__})")
+            raise NoAnswer(f"{what}: {why}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise NoAnswer(
                 f"{what}: an answer that cannot be read ({type(error).__name__})"

@@ -7,25 +7,14 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from elastic.cluster.ray_train.rank_process import RankProcess
-from elastic.types import (
-    Abort,
-    EnterPlan,
-    Event,
-    Job,
-    NodePrepared,
-    Prepare,
-    Quiesce,
-    Quiesced,
-    WorkerId,
-)
+from elastic.types import Abort, EnterPlan, Job, NodePrepared, Prepare, Quiesce, Quiesced, WorkerId
 from elastic.types.orders import WorkerOrder
-from elastic.worker.process.beat import Beat
+from elastic.worker.process.beat import Beat, Outbox
 
 GRACE_S, GRACE_LOSS_S = 30.0, 3.0  # from SIGTERM to SIGKILL, unless the order says another time
 
@@ -44,8 +33,8 @@ class ScriptSession:
         self.me, self.job = me, Job.from_plain(job)
         self._run_name = run_uri.rstrip("/").rpartition("/")[2]
         self._lock = threading.Condition()
-        self._outbox: list[tuple[int, Event]] = []
-        self._sequence = 0
+        self._outbox = Outbox(self._lock)
+        self._put = self._outbox.put
         self._aborted = 0  # generations up to this one are
         self._process: RankProcess | None = None  # of the newest generation
         self._gap = 1  # steps between two lines of the script
@@ -101,20 +90,10 @@ class ScriptSession:
         process.run()
         self._gap = process.gap
 
-    def _put(self, event: Event) -> None:
-        with self._lock:
-            self._sequence += 1
-            self._outbox.append((self._sequence, event))
-            self._lock.notify_all()
-
     def poll(self, ack: int, wait_s: float) -> Beat:
         """Messages after `ack`, as soon as there are any; older ones are forgotten."""
-        until_s = time.monotonic() + wait_s
         with self._lock:
-            self._outbox = [(n, event) for n, event in self._outbox if n > ack]
-            while not self._outbox and (left_s := until_s - time.monotonic()) > 0:
-                self._lock.wait(left_s)
-            process, messages = self._process, tuple(self._outbox)
+            messages, process = self._outbox.after(ack, wait_s), self._process
         if process is None or process.over:
             return Beat(messages, 0, "idle", process.step if process else 0, 0, os.getpid())
         # its own progress: whether the script gets on says nothing of who supervises it

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic.types import Event
@@ -26,3 +29,30 @@ class Beat:
     doing: Doing = ""
     where: str = ""
     calls: tuple[PartCalls, ...] = ()
+
+
+class Outbox:
+    """Messages of a session, numbered from 1: each is kept until it is acknowledged. `changed`:
+    also notified by its owner."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._kept: list[tuple[int, Event]] = []
+        self._number = 0
+
+    def put(self, event: Event) -> None:
+        with self._changed:
+            self._number += 1
+            self._kept.append((self._number, event))
+            self._changed.notify_all()
+
+    def after(
+        self, ack: int, wait_s: float, over: Callable[[], bool] = bool
+    ) -> tuple[tuple[int, Event], ...]:
+        """Messages after `ack`, as soon as there are any, or it is `over`; older ones are
+        forgotten. The lock is held, but for the wait."""
+        until_s = time.monotonic() + wait_s
+        self._kept = [(number, event) for number, event in self._kept if number > ack]
+        while not self._kept and not over() and (left_s := until_s - time.monotonic()) > 0:
+            self._changed.wait(left_s)
+        return tuple(self._kept)

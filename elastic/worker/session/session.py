@@ -47,7 +47,7 @@ from elastic.types.orders import InjectFault, Isolate, WorkerOrder, WriteShard
 from elastic.user_frames import stood_at
 from elastic.worker.checkpoint.checkpoint_format import Damaged
 from elastic.worker.process.allocator import settle_allocator, settle_cuda_allocator
-from elastic.worker.process.beat import Beat
+from elastic.worker.process.beat import Beat, Outbox
 from elastic.worker.process.cuda_errors import holds_lost, is_assert
 from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import WAITING, Doing
@@ -91,8 +91,7 @@ class Session:
         settle_cuda_allocator()
         self.me, self.orphan = me, orphan
         self._lock = threading.Condition()
-        self._outbox: list[tuple[int, Event]] = []
-        self._sequence = 0
+        self._outbox = Outbox(self._lock)
         self._orders: list[EnterOrder] = []
         self._prepare_asked: tuple[tuple[Rehearsal, ...], Entry | None] | None = None
         self._closed = False
@@ -232,17 +231,11 @@ class Session:
 
     def poll(self, ack: int, wait_s: float) -> Beat:
         """Messages after `ack`, as soon as there are any; older ones are forgotten."""
-        now_s = time.monotonic()
-        deadline = now_s + wait_s
         if (place := self.place) is not None:
-            place.saving.heard_at_s = now_s
+            place.saving.heard_at_s = time.monotonic()
         with self._lock:
-            self._outbox = [(n, e) for n, e in self._outbox if n > ack]
-            while (
-                not self._outbox and not self._closed and (left := deadline - time.monotonic()) > 0
-            ):
-                self._lock.wait(left)
-            running, messages = self._generation, tuple(self._outbox)
+            messages = self._outbox.after(ack, wait_s, lambda: self._closed)
+            running = self._generation
             at = (self._phase, self._step, self._progress, os.getpid())
             still, self._polled = self._progress == self._polled, self._progress
         if running is None:
@@ -300,10 +293,7 @@ class Session:
     # ------------------------------------------------------------------------------ training thread
 
     def _put(self, event: Event) -> None:
-        with self._lock:
-            self._sequence += 1
-            self._outbox.append((self._sequence, event))
-            self._lock.notify_all()
+        self._outbox.put(event)
 
     def _at_phase(self, phase: str, step: int) -> None:
         now_s = time.monotonic()

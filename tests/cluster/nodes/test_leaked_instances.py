@@ -138,12 +138,12 @@ def test_faults_are_said_in_one_line(
     file = file_of(tmp_path, "faulty")
     said = {
         "RequestExpired": "have expired",
-        "AuthFailure": "does not accept",
+        "AuthFailure": "does not know these credentials",
         "UnauthorizedOperation": "may not call ec2:DescribeInstances",
     }
     for code, words in said.items():
         error = ClientError({"Error": {"Code": code, "Message": "no"}}, "DescribeInstances")
-        assert words in str(leaked_instances._refused(error, "us-east-1"))
+        assert words in str(leaked_instances._explained(error, "us-east-1"))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
@@ -161,7 +161,7 @@ def test_faults_are_said_in_one_line(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    with pytest.raises(SpecError, match="needs credentials"):
+    with pytest.raises(SpecError, match="there are no credentials"):
         api.reap(file)
 
 
@@ -186,8 +186,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AwsEndpo
     [
         ("RequestLimitExceeded", "asks to slow down (RequestLimitExceeded), also after 4 tries", 1),
         ("InternalError", "DescribeInstances: InternalError", 1),
-        ("ExpiredToken", "the credentials have expired (ExpiredToken); renew them", 2),
-        ("InvalidAccessKeyId", "does not accept the credentials", 2),
+        ("ExpiredToken", "the credentials have expired; renew them", 2),
+        ("InvalidAccessKeyId", "does not know these credentials", 2),
         ("OptInRequired", "may not call ec2:DescribeInstances", 2),
     ],
 )
@@ -240,10 +240,10 @@ def test_credentials_that_cannot_be_fetched(
         monkeypatch.delenv(name)
     (tmp_path / "config").write_text("[profile broken]\ncredential_process = false\n")
     monkeypatch.setenv("AWS_PROFILE", "broken")
-    with pytest.raises(SpecError, match="EC2 needs credentials"):
+    with pytest.raises(SpecError, match="EC2 in .*: there are no credentials; set "):
         api.reap(file_of(tmp_path, "unknown"))
     monkeypatch.setenv("AWS_PROFILE", "missing")
-    with pytest.raises(SpecError, match="EC2 needs credentials"):
+    with pytest.raises(SpecError, match="EC2 in .*: there are no credentials; set "):
         api.reap(file_of(tmp_path, "unknown"))
     assert faulty.asked == []
 

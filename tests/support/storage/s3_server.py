@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic.storage.objects import Patience
+from elastic.storage.storage_faults import Patience
 
 QUICK = Patience(attempts=5, total_s=300.0, first_s=0.01, most_s=0.05, connect_s=30.0, read_s=30.0)
 # where an answer never comes; elsewhere a slow machine would be asked twice
