@@ -136,6 +136,17 @@ def service_models_are_read_once() -> None:
     JSONFileLoader.load_file = lambda self, file_path: read(file_path)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_left_as_it_was() -> Iterator[None]:
+    """Else a test that raises SIGINT would fail for one that ran before it in its process."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    found = signal.getsignal(signal.SIGINT)
+    if found is not before:
+        signal.signal(signal.SIGINT, before)
+        raise AssertionError(f"it has left a handler of SIGINT: {found}")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_disk_is_waited_for() -> Iterator[None]:
     """No test cuts the power, so none sees whether bytes that were written have reached the disk:
