@@ -54,7 +54,14 @@ def test_a_run_of_two_drivers_is_one_run_is_profiled_and_saved_by_ctrl_c(shell: 
     said, err = first.communicate()
     assert first.returncode == -signal.SIGKILL, said + err
     second = shell.start("run", name, "--run-name", "one", "-q")
-    until(lambda: _steps_on_both_nodes(journal, 2) > 2, "steps under the second driver")
+    undone = max(event.step for event in events(read(journal), StepDone))
+    until(
+        lambda: (
+            _steps_on_both_nodes(journal, 2) > 2
+            and events(read(journal), StepDone)[-1].step > undone
+        ),
+        "steps under the second driver behind those of the first",
+    )
     _is_profiled(shell)
     err += _is_saved_by_ctrl_c(shell, second)
     assert "tracker" not in said + err, "nothing was wrong with one"
