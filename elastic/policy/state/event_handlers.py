@@ -122,6 +122,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "saves_in_any": event.saves_in_any, "leaves_out": event.leaves_out,
         "begins_anew": event.begins_anew, "waits_to_save": event.waits_to_save,
         "blames_program": event.blames_program, "saves_again": event.saves_again,
+        "keeps_left": event.keeps_left,
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:

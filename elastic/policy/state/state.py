@@ -262,6 +262,7 @@ class State:
     waits_to_save: bool = False  # see DriverStarted
     blames_program: bool = False  # see DriverStarted
     saves_again: bool = False  # see DriverStarted
+    keeps_left: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
