@@ -20,6 +20,7 @@ from elastic.types import (
     DropGroups,
     EnterPlan,
     FormGroups,
+    Plan,
     Prepare,
     Quarantine,
     Quiesce,
