@@ -7,12 +7,12 @@ import gc
 import itertools
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.sim.tiny_driver import JOB, POOL, Tiny, start
 
 from elastic.driver import (
     COLLECT_EVERY,
@@ -31,105 +31,23 @@ from elastic.types import (
     Action,
     Copy,
     CopyDamaged,
-    CopyStored,
     Decision,
     DriverStarted,
     EnterPlan,
     Event,
     Holding,
     Layout,
-    ModelProfile,
     Node,
-    NodePrepared,
     NodeReady,
-    PlanEntered,
-    Pool,
-    Prepare,
     Quiesce,
     Quiesced,
     RequestNodes,
-    StepDone,
     Stop,
     StopAsked,
     StorageSeen,
-    TensorSpec,
     WorkerFailed,
     WorkerId,
 )
-
-MODEL = ModelProfile(2, 100, (TensorSpec("w", (10, 10), "float32"),))
-POOL = Pool("p", max_nodes=1)
-JOB = {
-    "steps": 5,
-    "global_batch": 4,
-    "layout": "auto",
-    "min_workers": 1,
-    "peer_every": "auto",
-    "durable_every": "auto",
-}
-
-
-def start(**changes: Any) -> DriverStarted:
-    values: dict[str, Any] = {"run": "r", "epoch": 1, "job": JOB, "pools": (POOL,), "model": MODEL}
-    return DriverStarted(**(values | changes))
-
-
-class Tiny:
-    """One node, no delays. `at_step`: called when that step is done; `log`: what happened, in
-    order."""
-
-    def __init__(
-        self,
-        journal: MemoryJournal | None = None,
-        at_step: dict[int, Callable[[], object]] | None = None,
-    ) -> None:
-        self.journal, self.at_step = journal, at_step or {}
-        self.out: list[Event] = []
-        self.actions: list[Action] = []
-        self.closed = 0
-        self.time_s, self.step, self.generation = 0.0, 0, 0
-        self.stopping = False
-        self.on_poll: Callable[[], object] = lambda: None
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    def poll(self, until_s: float | None) -> list[Event]:
-        self.on_poll()
-        self.time_s += 0.25
-        found, self.out = self.out, []
-        if not found and self.generation and not self.stopping and self.step < 5:
-            self.step += 1
-            self.at_step.get(self.step, lambda: None)()
-            found = [StepDone(self.generation, self.step, 1.0, 4, 0.25)]
-            if self.step == 5:
-                self.out = [self._copy()]
-        return found
-
-    def _copy(self) -> Event:
-        return CopyStored(Copy(self.step, "durable", self.generation, Layout(), (2,), uri="u"))
-
-    def execute(self, action: Action) -> None:
-        if self.journal is not None:
-            written = [
-                a for line in self.journal.lines if line.decision for a in line.decision.actions
-            ]
-            assert action in written, "the journal line comes before the action"
-        self.actions.append(action)
-        if isinstance(action, RequestNodes):
-            self.out.append(NodeReady(Node("n", "p")))
-        elif isinstance(action, Prepare):
-            self.out.append(NodePrepared("n"))
-        elif isinstance(action, EnterPlan):
-            self.generation = action.plan.generation
-            self.out.append(PlanEntered(self.generation, 0))
-        elif isinstance(action, Quiesce):
-            self.stopping = True
-            worker = next(a.plan.ranks[0] for a in self.actions if isinstance(a, EnterPlan))
-            self.out += [Quiesced(worker, self.generation, self.step), self._copy()]
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 def test_a_run_from_start_to_end() -> None:
@@ -277,26 +195,6 @@ def test_an_interrupt_inside_poll_is_a_wish_to_stop() -> None:
     backend.on_poll = interrupt
     state = drive(backend, MemoryJournal(), start())
     assert raised and state.phase == "stopped" and state.saved_step == 2
-
-
-def test_on_a_virtual_clock_signals_are_the_callers() -> None:
-    """A simulated run that a Ctrl-C stopped would be told as one that the market ended."""
-
-    class Simulated(Tiny):
-        virtual = True
-
-    backend = Simulated(at_step={2: lambda: os.kill(os.getpid(), signal.SIGINT)})
-    with pytest.raises(KeyboardInterrupt):
-        drive(backend, MemoryJournal(), start())
-    assert backend.step == 2 and backend.closed == 1
-    noted: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
-    try:
-        backend = Simulated(at_step={2: lambda: os.kill(os.getpid(), signal.SIGTERM)})
-        assert drive(backend, MemoryJournal(), start()).phase == "succeeded"
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert noted == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(

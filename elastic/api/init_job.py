@@ -140,14 +140,9 @@ def _cluster(asked: NewJob, name: str) -> str:
 
 def _then(asked: NewJob) -> tuple[tuple[str, str], ...]:
     job, file = asked.folder, asked.cluster_file
-    planned = f"elastic plan {job} --cluster {file}"
-    about = "layout, memory, seconds and dollars"
-    if asked.kind == "script":  # what it computes is known when it runs
-        planned = f"elastic plan --model 1b --cluster {file}"
-        about = "of a model of your size: a script itself cannot be planned"
     checks = (
         (f"elastic cluster check {file} --job {job}", "what is left to be put in, and prices"),
-        (planned, about),
+        (f"elastic plan {job} --cluster {file}", "layout, memory, seconds and dollars"),
     )
     here = (f"elastic run {job} --cluster {file} --local", "on this machine, at once")
     if asked.place == "laptop":

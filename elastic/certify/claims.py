@@ -67,6 +67,7 @@ CLAIMS = (
         ("loop script: notice",),
         ("tests/e2e/test_scripts_made_elastic.py", "tests/worker/loop/test_loop.py"),
     ),
+    Claim("trainer", (), ("tests/worker/loop/test_hf_trainer.py",)),
     Claim(
         "script-restarted",
         ("plain script: kill",),

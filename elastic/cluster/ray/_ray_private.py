@@ -121,13 +121,10 @@ def lean_python(folder: str, worker: Sequence[str] = ()) -> str:
 def connect(address: str, namespace: str, host: str = "") -> None:
     """ray.init; to the node on `host`, an address of this machine that is not its outer one
     (`_node_ip_address`), where it is given."""
+    own: dict[str, Any] = {"_node_ip_address": host} if host else {}
     with _own_sigterm():
         ray.init(
-            address,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **({"_node_ip_address": host} if host else {}),
+            address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **own
         )
 
 

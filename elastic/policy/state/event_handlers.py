@@ -77,6 +77,12 @@ from elastic.types.replacing import replace
 KEPT_COPIES = 100
 KEPT_LOST_NODES = 32
 KEPT_PAUSES = 9
+# of DriverStarted: what drivers decide by that are new enough
+GATES = (
+    "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
+    "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
+    "keeps_left",
+)  # fmt: skip
 
 
 def billed(state: State, at_s: float) -> State:
@@ -116,16 +122,11 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     known: dict[str, Any] = {
         "run": event.run, "epoch": event.epoch, "job": in_phase.job_of(state, event, saved),
         "pools": event.pools, "model": model, "hardware": event.hardware, "durable": durable,
-        "billed_at_s": at_s, "forms_ahead": event.forms_ahead,
-        "expects_measured": event.expects_measured, "spends_slack": event.spends_slack,
-        "dates_budget": event.dates_budget, "bounds_deaths": event.bounds_deaths,
-        "saves_in_any": event.saves_in_any, "leaves_out": event.leaves_out,
-        "begins_anew": event.begins_anew, "waits_to_save": event.waits_to_save,
-        "blames_program": event.blames_program, "saves_again": event.saves_again,
-        "keeps_left": event.keeps_left,
+        "billed_at_s": at_s, **{gate: getattr(event, gate) for gate in GATES},
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
+        first_s = at_s if state.first_started_at_s is None else state.first_started_at_s
         text = state.digests.get(saved) or (durable[0].samples if durable else "")
         return State(
             validation=state.validation,
@@ -138,9 +139,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             distrusted=state.distrusted,
             verified=state.verified,
             wrong=state.wrong,
-            first_started_at_s=at_s
-            if state.first_started_at_s is None
-            else state.first_started_at_s,
+            first_started_at_s=first_s,
             history={
                 name: replace(seen, dry_since_s=None, deaths=0)
                 for name, seen in state.history.items()

@@ -108,7 +108,8 @@ class PreparedTrainer:
             raise SpecError(
                 f"{HERE}: it is a {type(trainer).__name__}; give a transformers.Trainer"
             )
-        self.trainer, self.job = trainer, dict(job)
+        self.trainer: Any = trainer
+        self.job = dict(job)
         self._run: Run | None = None
 
     def train(self, resume_from_checkpoint: Any = None, **others: Any) -> Any:
@@ -157,7 +158,7 @@ class PreparedTrainer:
                 flush=True,
             )
         given = {"dataset": rows, "global_batch": one, **self.job}
-        long = {key: given[key] for key in ("steps", "epochs") if key in given}
+        long: dict[str, Any] = {key: given[key] for key in ("steps", "epochs") if key in given}
         return {**job_keys(args, given["global_batch"], len(rows)), **given, **long}
 
     def _validation(self, losses: Losses) -> dict[str, Any]:
@@ -322,7 +323,7 @@ class Losses:
     def __init__(self, trainer: Any) -> None:
         from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-        kind, config = getattr(trainer.model, "loss_type", None), trainer.model.config
+        kind, config = str(getattr(trainer.model, "loss_type", "")), trainer.model.config
         decoder = not getattr(config, "is_encoder_decoder", False)
         self._shifted = LOSS_MAPPING.get(kind) is ForCausalLMLoss and decoder
         self._sums = self._shifted and trainer.model_accepts_loss_kwargs
@@ -335,7 +336,7 @@ class Losses:
         mean: torch.Tensor = model(**batch)["loss"]
         return mean * self.count(batch)
 
-    def count(self, batch: Batch) -> Any:
+    def count(self, batch: Batch) -> torch.Tensor | int:
         """Labels that the loss is of."""
         if "labels" not in batch:
             return len(next(iter(batch.values())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,12 @@ def test_the_callback_of_run_is_that_of_its_options(
     options: Options | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Options] = []
-    monkeypatch.setattr(entry, "run_folder", lambda folder, options: found.append(options))
+
+    def ran(folder: str, options: Options) -> Any:
+        found.append(options)
+        return SimpleNamespace(outcome="succeeded")
+
+    monkeypatch.setattr(entry, "run_folder", ran)
 
     def told(row: dict[str, Any]) -> None:
         raise AssertionError

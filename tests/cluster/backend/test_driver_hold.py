@@ -12,6 +12,7 @@ from elastic.cluster.backend import driver_hold
 from elastic.cluster.backend.driver_hold import DriverHold
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.ray import _ray_private
 from elastic.errors import LostContact
 from elastic.types import Abort, Action, DrainNode, Node, Quarantine, ReleaseNode, WorkerId
 from elastic.worker.hosting.hosting_backend import Pacing
@@ -26,8 +27,8 @@ def test_a_cluster_that_accepts_and_does_not_answer_is_told_in_words(
     def init(address: str, **_: Any) -> None:
         raise error
 
-    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
-    monkeypatch.setattr(driver_hold, "ray", ray)
+    monkeypatch.setattr(_ray_private.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(_ray_private.ray, "init", init)
     run = RayRun("r", "/runs/r", {}, (), address="10.0.0.1:6379")
     said = rf"^run 'r': the Ray cluster at 10\.0\.0\.1:6379 does not answer \(.*{error}\); run it again"
     with pytest.raises(LostContact, match=said):

@@ -372,7 +372,7 @@ def test_a_stopped_run_says_how_to_resume_it(
     from elastic.api.running.run import Result
     from elastic.observe import find_runs
 
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "fit.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "fit.py", raising=False)
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "fit.py", "--lr", "1 0"])
     words: list[tuple[str, ...]] = []
 

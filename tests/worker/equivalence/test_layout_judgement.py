@@ -27,7 +27,7 @@ def judged(loss: float, off: float) -> layout_values.Compared:
         {"whole": 4.0, "loss": loss, "differ": {"head": off}, "first": ""},
         {"whole": 4.0, "loss": 0.0, "differ": {}, "first": ""},
     ]
-    return layout_values._judged(TP, answers, 1.0, times={})
+    return layout_values._judged(TP, answers, layout_values.Words(), seconds=1.0, times={})
 
 
 @pytest.mark.parametrize(

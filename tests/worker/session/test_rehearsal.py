@@ -41,6 +41,7 @@ def place(loss: Callable[[Any, Any], Any] | None = None) -> Any:
         dataset=program.dataset(),
         device=torch.device("cpu"),
         block_inputs=[],
+        device_lost=False,
     )
 
 
