@@ -77,6 +77,7 @@ def simulate_drill(
         waits_to_save=True,
         blames_program=True,
         saves_again=True,
+        keeps_left=True,
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

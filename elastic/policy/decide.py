@@ -99,7 +99,9 @@ def decide(state: State, now_s: float) -> Decision:
         return found
     found = found if state.away else together(found, retention(state))
     look = Decision(wake_at_s=min(limits.wakes(state, now_s), default=None))
-    return together(found, with_rehearsals(state, capacity(state, now_s)), look)
+    plans = [action.plan for action in found.actions if isinstance(action, EnterPlan)]
+    taken = {name for plan in plans for name in plan.nodes} if state.keeps_left else ()
+    return together(found, with_rehearsals(state, capacity(state, now_s, taken)), look)
 
 
 # ------------------------------------------------------------------------------------------- losses

@@ -138,12 +138,7 @@ class SimMachines(Clock):
             self._withdrawn.add(action.request_id)
             return
         pool = next(p for p in self.pools if p.name == action.pool)
-        there = [
-            m
-            for m in self._machines.values()
-            if m.node.pool == pool.name and m.gone_s is None and m.deadline_s is None
-        ]
-        room = pool.max_nodes - len(there) - self._coming.get(pool.name, 0)
+        room = self._room(pool)
         if self._now_s < self._dry_until_s.get(pool.name, 0.0) or room <= 0:
             self._tell(RequestFailed(pool.name, action.request_id, "no capacity"), 1.0)
             return
@@ -154,6 +149,15 @@ class SimMachines(Clock):
         for k in range(n):
             self._coming[pool.name] = self._coming.get(pool.name, 0) + 1
             self._after(boot_s + 0.5 * (k // at_once), lambda: self._come(pool, action.request_id))
+
+    def _room(self, pool: Pool) -> int:
+        """Nodes that it has beyond those that are there, until their end is known, and coming."""
+        there = [
+            m
+            for m in self._machines.values()
+            if m.node.pool == pool.name and m.gone_s is None and m.deadline_s is None
+        ]
+        return max(0, pool.max_nodes - len(there) - self._coming.get(pool.name, 0))
 
     def _come(self, pool: Pool, request_id: str) -> None:
         self._coming[pool.name] = max(0, self._coming.get(pool.name, 0) - 1)

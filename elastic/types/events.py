@@ -42,7 +42,9 @@ class DriverStarted(Event):
     `saves_again`: so is that of a stop, as far as budget and deadline allow (else the run ends at
     the first one that is refused): likewise. `blames_program`: a step that breaks again and again,
     while those before it are redone each time, ends the run (else its nodes are quarantined):
-    likewise.
+    likewise. `keeps_left`: on-demand nodes that were to be left for spot and train on count as
+    others do, and what a plan takes in is not released (else they are left as soon as any other
+    node is prepared, which may be released at once): likewise.
     """
 
     run: str
@@ -66,6 +68,7 @@ class DriverStarted(Event):
     waits_to_save: bool = False
     blames_program: bool = False
     saves_again: bool = False
+    keeps_left: bool = False
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,7 @@ class JobRun:
             waits_to_save=True,
             blames_program=True,
             saves_again=True,
+            keeps_left=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

@@ -4,7 +4,7 @@ pool_allocation.py wants."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import ceil, inf
 
 from elastic.planner.layout_choice import most_workers
@@ -33,12 +33,13 @@ def together(*decisions: Decision) -> Decision:
     return Decision(actions, reason, min(wakes, default=None))
 
 
-def capacity(state: State, now_s: float) -> Decision:
-    """What to do about nodes, whatever the generations do."""
+def capacity(state: State, now_s: float, taken: Collection[str] = ()) -> Decision:
+    """What to do about nodes, whatever the generations do. `taken`: nodes that a plan is about to
+    use."""
     return together(
         _prepare(state, now_s),
         _release(state, now_s),
-        leaving(state, now_s),
+        leaving(state, now_s, taken),
         _request(state, now_s),
     )
 

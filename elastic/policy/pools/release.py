@@ -3,7 +3,7 @@ reservation's end takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 
 from elastic.errors import InfeasiblePlan
@@ -18,9 +18,10 @@ from elastic.types.replacing import follows_from
 SETTLE_S = 2.0  # for nodes that are being prepared, after the last one was
 
 
-def leaving(state: State, now_s: float) -> Decision:
-    """Nodes that nobody works on, and those whose reservation ends."""
-    ending, (surplus, texts) = _ending(state, now_s), _surplus(state, now_s)
+def leaving(state: State, now_s: float, taken: Collection[str] = ()) -> Decision:
+    """Nodes that nobody works on, and those whose reservation ends. `taken`: nodes that a plan is
+    about to use."""
+    ending, (surplus, texts) = _ending(state, now_s), _surplus(state, now_s, taken)
     if ending:
         texts = [_told(state, ending, now_s), *texts]
     return Decision((*ending, *surplus), "; ".join(texts), min(_ends(state, now_s), default=None))
@@ -56,31 +57,33 @@ def _ending(state: State, now_s: float) -> list[DrainNode]:
     return found
 
 
-def _surplus(state: State, now_s: float) -> tuple[list[ReleaseNode], list[str]]:
+def _surplus(
+    state: State, now_s: float, taken: Collection[str]
+) -> tuple[list[ReleaseNode], list[str]]:
     """Nodes above max_nodes, and on-demand nodes that are not needed any more; those that no plan
     uses."""
     if state.phase not in ("running", "entering"):
-        return _above_bound(state)
-    above, texts = _above_bound(state)
+        return _above_bound(state, taken)
+    above, texts = _above_bound(state, taken)
     if not pool_allocation.cheapest(state):
         return above, texts
     gone = {order.node_id for order in above}
     fixed = {name for name in _fixed(state) if name in state.alive_by_pool}
-    idle = [node for node in _idle(state) if node.pool in fixed] if fixed else []
+    idle = [node for node in _idle(state, taken) if node.pool in fixed] if fixed else []
     beyond = _beyond(state, idle, now_s) if idle else []
     spare = [node for node in beyond if node.node_id not in gone]
     if spare:
         usd = sum(pool.usd_per_node_h for node in spare if (pool := state.pool(node.pool)))
         names = ", ".join(node.node_id for node in spare)
         texts = [*texts, f"{names} on demand not needed any more: released, ${usd:.2f}/h less"]
-    useless = [node for node in _useless(state, now_s) if node.node_id not in gone]
+    useless = [node for node in _useless(state, now_s, taken) if node.node_id not in gone]
     if useless:
         names = ", ".join(node.node_id for node in useless)
         texts = [*texts, f"{names}: the job can use no more nodes, and these can stand in for none"]
     return [*above, *(ReleaseNode(node.node_id) for node in (*spare, *useless))], texts
 
 
-def _useless(state: State, now_s: float) -> list[Node]:
+def _useless(state: State, now_s: float, taken: Collection[str]) -> list[Node]:
     """Spot nodes that are prepared, and that no plan will use: the one that runs has all workers
     that it can use, and they are not to stand in for nodes on demand."""
     plan, most = state.plan, most_workers(state.job)
@@ -89,7 +92,7 @@ def _useless(state: State, now_s: float) -> list[Node]:
     spare = _without_ranks(state)
     if not spare or pool_allocation.stand_in_workers(state, now_s):
         return []
-    return [node for node in _idle(state) if node in spare]
+    return [node for node in _idle(state, taken) if node in spare]
 
 
 @follows_from("nodes", "plan", "pools")
@@ -100,9 +103,9 @@ def _without_ranks(state: State) -> Sequence[Node]:
     return [n for n in state.available if n.pool in spot and n.node_id not in used]
 
 
-def _idle(state: State) -> list[Node]:
+def _idle(state: State, taken: Collection[str]) -> list[Node]:
     """Nodes without a part in any plan, the newest first; nothing of the state is on them."""
-    busy = state.member_nodes | {worker.node_id for worker in state.holdings}
+    busy = state.member_nodes | {worker.node_id for worker in state.holdings} | set(taken)
     nodes = [
         n
         for n in state.nodes.values()
@@ -111,13 +114,13 @@ def _idle(state: State) -> list[Node]:
     return [node for node in reversed(nodes) if node.node_id not in busy]
 
 
-def _above_bound(state: State) -> tuple[list[ReleaseNode], list[str]]:
+def _above_bound(state: State, taken: Collection[str]) -> tuple[list[ReleaseNode], list[str]]:
     bound = state.job.max_nodes
     n = 0 if bound is None else len(state.alive) - len(state.releasing) - bound
     if n <= 0:
         return [], []
     price = {pool.name: pool.usd_per_node_h for pool in state.pools}
-    found = sorted(_idle(state), key=lambda node: -price.get(node.pool, 0.0))[:n]
+    found = sorted(_idle(state, taken), key=lambda node: -price.get(node.pool, 0.0))[:n]
     orders = [ReleaseNode(node.node_id) for node in found]
     names = ", ".join(node.node_id for node in found)
     return orders, [f"{names}: released, max_nodes is {bound}"] if found else []

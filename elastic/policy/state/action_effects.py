@@ -10,7 +10,7 @@ from elastic.policy.copies.retention import ordered_removal
 from elastic.policy.faults import unreached
 from elastic.policy.faults.failures import process_failed, set_status, without, without_faults
 from elastic.policy.faults.recurring_breaks import recorded
-from elastic.policy.pools import hazard
+from elastic.policy.pools import drain, hazard
 from elastic.policy.speed.speeds import remembered
 from elastic.policy.state import in_phase
 from elastic.policy.state.state import Aborting, Failure, Request, State
@@ -20,6 +20,7 @@ from elastic.types import (
     DropGroups,
     EnterPlan,
     FormGroups,
+    Plan,
     Prepare,
     Quarantine,
     Quiesce,
@@ -104,7 +105,7 @@ def _ordered_prepare(state: State, action: Prepare, at_s: float) -> State:
 
 def ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
     plan, failure = action.plan, state.aborting.failure if state.aborting else None
-    state = in_phase.entering(state, plan)
+    state = in_phase.entering(_kept_after_all(state, plan), plan)
     follows = f"generation {plan.generation} follows before all ranks had reported"
     state = profiling.ended(state, follows, begun_only=True)
     plans = {**state.plans, plan.generation: plan}
@@ -127,6 +128,18 @@ def ordered_plan(state: State, action: EnterPlan, at_s: float) -> State:
         stages_moved=remembered(state.stages_moved, state,
         at_s) if plan.cause == "rebalance" else state.stages_moved,
     )  # fmt: skip
+
+
+def _kept_after_all(state: State, plan: Plan) -> State:
+    """Nodes that were to be left for others, and that a later plan uses again since these are
+    gone: there like any other."""
+    if not state.keeps_left:
+        return state
+    for node in drain.given_up(state):
+        if node.deadline_s is None and node.node_id in plan.workers_per_node:
+            state = set_status(state, node.node_id, "prepared")
+            state = replace(state, given_up=state.given_up - {node.node_id})
+    return state
 
 
 def _ordered_abort(state: State, action: Abort, at_s: float) -> State:

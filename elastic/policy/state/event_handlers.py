@@ -77,10 +77,10 @@ from elastic.types.replacing import replace
 KEPT_COPIES = 100
 KEPT_LOST_NODES = 32
 KEPT_PAUSES = 9
-# of DriverStarted: what drivers decide by that are new enough
-GATES = (
+GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
+    "keeps_left",
 )  # fmt: skip
 
 

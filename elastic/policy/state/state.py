@@ -235,8 +235,7 @@ class State:
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
     n_requests: int = 0
     history: Mapping[str, PoolSeen] = field(default_factory=dict)  # pool -> what was seen of it
-    # pool -> its placement score, 1 to 10, where one is known
-    scores: Mapping[str, int] = field(default_factory=dict)
+    scores: Mapping[str, int] = field(default_factory=dict)  # pool -> placement score, 1 to 10
     # nodes whose torch rounds pinned buffers up to a power of two bytes
     pinned_rounded: frozenset[str] = frozenset()
     # nodes whose host copies are in pageable memory -> why
@@ -262,6 +261,7 @@ class State:
     waits_to_save: bool = False  # see DriverStarted
     blames_program: bool = False  # see DriverStarted
     saves_again: bool = False  # see DriverStarted
+    keeps_left: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None

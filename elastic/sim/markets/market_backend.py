@@ -128,11 +128,9 @@ class MarketBackend(SimBackend):
             self.n_taken += 1
 
     def _room(self, pool: Pool) -> int:
-        """Nodes that it has beyond those that are there and coming."""
+        """And no more than its market has."""
         there, coming = self._living[pool.name], self._coming.get(pool.name, 0)
-        warned = sum(self._machines[name].deadline_s is not None for name in there)
-        room = pool.max_nodes - len(there) + warned - coming
-        market = self._markets.get(pool.name)
+        market, room = self._markets.get(pool.name), super()._room(pool)
         if market is not None:
             room = min(room, market.nodes_at(self._now_s) - len(there) - coming)
         return max(0, room)

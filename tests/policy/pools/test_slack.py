@@ -195,6 +195,22 @@ def test_spot_nodes_that_can_stand_in_for_none_are_released() -> None:
     assert "these can stand in for none" in decision.reason
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_what_a_plan_takes_in_is_not_released(flag: bool) -> None:
+    """A node that costs more to start than it saves is not asked for, and used where it is."""
+    story = told(slack.RESERVE - 1, "a", "b", "c", "d", fixed=4)
+    seen = {**story.state.history, "spot": PoolSeen(start_s=100 * HOUR)}
+    story.state = replace(story.state, keeps_left=flag, history=seen)
+    story.tick(*(NodeReady(Node(name, "spot")) for name in "wxyz"))
+    story.state = replace(story.state, history=seen, preparing={})
+    nodes = {n: replace(node, status="prepared") for n, node in story.state.nodes.items()}
+    story.state = replace(story.state, nodes=nodes, prepared=frozenset(nodes))
+    decision = story.tick(after_s=release.SETTLE_S + 1)
+    used = {name for order in orders(decision, EnterPlan) for name in order.plan.nodes}
+    gone = {order.node_id for order in orders(decision, ReleaseNode)}
+    assert used == set("wxyz") and gone == (set() if flag else used)
+
+
 def test_what_a_stand_in_is_worth() -> None:
     """Two nodes at $3/h for ones at $1/h: $4/h less for an hour, and half of the time a start of
     400 s again."""

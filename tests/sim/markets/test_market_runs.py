@@ -32,6 +32,7 @@ from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Delays
 from elastic.types import (
     Decision,
+    DrainNode,
     Job,
     ModelProfile,
     NodeLost,
@@ -40,8 +41,10 @@ from elastic.types import (
     OptimizerSpec,
     Plan,
     Pool,
+    ReleaseNode,
     RequestFailed,
     RequestNodes,
+    Stop,
     TensorSpec,
 )
 
@@ -292,3 +295,56 @@ def test_a_large_request_comes_in_waves() -> None:
     while len(came) < 100:
         came += [backend.now_s() for event in backend.poll(HOUR) if isinstance(event, NodeReady)]
     assert len(set(came)) == 25 and came[0] == 60.0 and came[-1] == 72.0
+
+
+# ---------------------------------------------------------------------------------- left, and not
+
+
+def back_and_forth(*later: tuple[float, int]) -> RunResult:
+    """One node each: spot for an hour, none until the slack is spent, and spot again."""
+    levels = ((0.0, 1), (HOUR, 0), (2.5 * HOUR, 1), *later)
+    trace = Trace("t", *zip(*levels, strict=True), 12 * HOUR)
+    made = subject(1, layout="dp_shard=1", purpose="deadline", on_demand_floor=0)
+    pools = (replace(made.pools[0], notice_s=0.0), made.pools[1])
+    late = replace(made, pools=pools, job=replace(made.job, durable_every=10)).with_deadline(5.5)
+    return run_on(late, {"spot": PoolMarket(trace)}, keep=True)
+
+
+def test_an_on_demand_node_that_trains_on_counts_as_others_do() -> None:
+    """What was to stand in for it is taken while the plan on it begins; the next one stands in."""
+    calm = back_and_forth()
+    orders = [line for line in calm.lines if line.decision is not None]
+    left_s = [
+        line.at_s
+        for line in orders
+        if any(isinstance(action, DrainNode) for action in line.decision.actions)
+    ]
+    assert calm.done and len(left_s) == 1
+    taken = back_and_forth((left_s[0] + 1.0, 0), (left_s[0] + 600.0, 1))
+    assert taken.done and taken.causes == calm.causes | {"loss": 2, "release": 2}
+    assert taken.usd < calm.usd + 0.2 * 3.0 + 0.1
+    assert len({event.node.node_id for _, event in events(taken, NodeReady)}) == 4
+    again = replay(taken.lines)
+    assert again.identical, again.first_difference
+
+
+def test_a_pool_gives_no_node_for_one_that_is_still_paid() -> None:
+    """What a request gets is what is billed."""
+    pool = Pool("spot", "CPU", 1, "spot", 1.0, 0, 1)
+    market = {"spot": PoolMarket(day(1))}
+    backend = MarketBackend((pool,), Job(), market, delays=DELAYS, until_s=HOUR)
+    told: list[Any] = []
+
+    def until(at_s: float) -> None:
+        while backend.now_s() < at_s:
+            told.extend(backend.poll(at_s))
+
+    backend.execute(RequestNodes("spot", 1, "spot-1"))
+    until(100.0)
+    (node,) = (event.node for event in told if isinstance(event, NodeReady))
+    backend.execute(ReleaseNode(node.node_id))
+    backend.execute(RequestNodes("spot", 1, "spot-2"))
+    until(HOUR)
+    assert [event.request_id for event in told if isinstance(event, RequestFailed)] == ["spot-2"]
+    backend.execute(Stop("stopped", "enough"))
+    assert backend.usd() == pytest.approx((100.0 + DELAYS.release_s) / HOUR)

@@ -16,7 +16,7 @@ from elastic.scenarios import judge
 from elastic.scenarios.judge import Undisturbed
 from elastic.scenarios.kept_steps import kept
 from elastic.sim.markets.market_run import RunResult, RunSubject, run_on
-from elastic.types import EnterPlan, Plan, PlanEntered, StepDone
+from elastic.types import EnterPlan, Plan, PlanEntered, ReleaseNode, StepDone
 
 SLACK, LATE_S = (
     1.1,
@@ -63,6 +63,7 @@ def judged(played: PlayedWorld) -> list[str]:
         judge.bounds_kept(lines, over_s=60 + leave_s),
     ]
     found = [f"{check.name}: {check.why}" for check in checks if check.verdict == "fail"]
+    found += [f"at {line.at_s:.0f} s: {text}" for line in lines if (text := _released(line))]
     if not result.done and _must_be_met(subject):
         found.append(f"the deadline is missed, which nodes on demand meet: {result.reason}")
     books = account(lines)
@@ -73,6 +74,14 @@ def judged(played: PlayedWorld) -> list[str]:
         if said != pytest.approx(paid, rel=1e-6, abs=1e-6):
             found.append(f"the ledger says {said:.4f} {what}, the market bills {paid:.4f}")
     return found
+
+
+def _released(line: Line) -> str:
+    """Nodes that a decision releases and its own plan uses; '' = none."""
+    orders = line.decision.actions if line.decision else ()
+    used = {name for order in orders if isinstance(order, EnterPlan) for name in order.plan.nodes}
+    gone = {order.node_id for order in orders if isinstance(order, ReleaseNode)}
+    return ", ".join(f"{name} is released, and a plan begins on it" for name in sorted(used & gone))
 
 
 def _must_be_met(subject: RunSubject) -> bool:
