@@ -20,11 +20,11 @@ from elastic.certify.harness import cluster_place
 from elastic.certify.harness.place import NO_RAY, Place, find
 from elastic.certify.result import CertifyReport, place_lines
 from elastic.errors import SpecError
-from elastic.scenarios.check import Check, not_run
+from elastic.scenarios.check import Check
 from elastic.storage import open_storage
 
 if TYPE_CHECKING:
-    from elastic.certify.harness.lab import Lab
+    pass
 
 ABOUT = (
     "try on this machine, or on the Ray cluster at $RAY_ADDRESS, what elastic promises: pass or "
@@ -32,10 +32,6 @@ ABOUT = (
 )
 MINUTES = 5.0
 DEFAULT_STORAGE = "elastic_runs"
-NO_PLANNER = (
-    "certify does not compare predicted with measured step times: elastic ledger RUN shows both of "
-    "each generation, after elastic profile JOB has measured this hardware"
-)
 
 
 @dataclass(frozen=True)
@@ -194,7 +190,7 @@ def carry_out(
 ) -> None:
     """All tasks that this place has, in an order in which the cheap and the telling come first.
     `only`: with a check whose name begins so. Raises SpecError for a name that none has."""
-    from elastic.certify.checks import shared_gpu
+    from elastic.certify.checks import every_check, shared_gpu
     from elastic.certify.harness.lab import Lab
 
     limit = tasks.Limit.after(budget_s)
@@ -206,8 +202,10 @@ def carry_out(
                 for check in done.checks
             ):
                 lab.place = replace(place, ranks=1)
-        wanted = _chosen(_tasks(lab), only)
-        left_out = [one for one in _left_out(lab) if not only or one.name.startswith(tuple(only))]
+        wanted = _chosen(every_check.tasks_of(lab), only)
+        left_out = [
+            one for one in every_check.left_out(lab) if not only or one.name.startswith(tuple(only))
+        ]
         names = [name for task in wanted for name in task.names] + [one.name for one in left_out]
         names += [check.name for check in done.checks]  # whether ranks share the GPU
         unknown = [word for word in only if not any(name.startswith(word) for name in names)]
@@ -222,52 +220,12 @@ def carry_out(
         done.note(check)
 
 
-def _tasks(lab: Lab) -> list[tasks.Task]:
-    from elastic.certify.checks import (
-        fault_checks,
-        layout_checks,
-        move_checks,
-        scenario_checks,
-        speed_checks,
-        storage_checks,
-        ways_in,
-    )
-    from elastic.certify.gpu import gpu_checks
-
-    several = lab.place.ranks > 1
-    found = [
-        storage_checks.task(lab.storage),
-        *([fault_checks.abort_task(lab)] if several else []),
-        layout_checks.task(lab),
-    ]
-    found += [fault_checks.story_task(lab), move_checks.task(lab)] if several else []
-    found += [speed_checks.task(lab), *gpu_checks.tasks(lab)]
-    played = scenario_checks.tasks(lab)  # the main path is the first one
-    return [*found, *played[:1], *ways_in.tasks(lab), *played[1:]]
-
-
 def _chosen(found: list[tasks.Task], only: Sequence[str]) -> list[tasks.Task]:
     return [
         task
         for task in found
         if not only or any(name.startswith(tuple(only)) for name in task.names)
     ]
-
-
-def _left_out(lab: Lab) -> list[Check]:
-    """What cannot be run here."""
-    from elastic.certify.checks import scenario_checks, ways_in
-    from elastic.certify.gpu import gpu_checks
-
-    several = lab.place.ranks > 1
-    out = [
-        not_run(name, "it needs two ranks at least")
-        for name in ("abort", "kill", "growth", "notice", "reshard")
-        if not several
-    ]
-    whys = scenario_checks.left_out(lab.place) | ways_in.left_out(lab)
-    out += [not_run(name, why) for name, why in (whys | gpu_checks.left_out(lab.place)).items()]
-    return [*out, not_run("planner error", NO_PLANNER)]
 
 
 @contextmanager

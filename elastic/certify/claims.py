@@ -44,7 +44,7 @@ CLAIMS = (
         ("layout *",),
         (
             "tests/foreign/test_foreign_layouts.py",
-            "tests/worker/session/test_layout_probe.py",
+            "tests/worker/session/test_loss_probe.py",
             "tests/worker/equivalence/test_foreign_chains.py",
         ),
     ),

@@ -21,7 +21,7 @@ from elastic.policy.faults import corruption, retries, unreached
 from elastic.policy.faults.left_out import left_out, newcomer
 from elastic.policy.plans import choice_of, enter, from_where, never, with_rehearsals
 from elastic.policy.pools import drain, hazard, limits
-from elastic.policy.pools.capacity import capacity, missing_capacity, potential, together
+from elastic.policy.pools.node_orders import capacity, missing_capacity, potential, together
 from elastic.policy.pools.release import back_to_spot
 from elastic.policy.speed import relayout, share_rebalance
 from elastic.policy.state.state import ENDED, State

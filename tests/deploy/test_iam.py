@@ -14,7 +14,7 @@ from elastic.storage.s3 import ACTIONS, S3Storage
 from elastic.types import Box, CopyRemoved, CopyStored, Layout, Plan, ShardStored, WorkerId
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.hosting.aggregate import CheckpointParts
-from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter
+from elastic.worker.hosting.checkpoint_orders import CheckpointCommitter
 
 PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
 ITEMS = [(Box("w", (0,), (64,), "float32"), torch.arange(64.0))]

@@ -21,7 +21,7 @@ from support.waiting import until
 
 from elastic.cluster.ray.processes import free_port
 from elastic.config.numbers.metrics_port import MetricsPort
-from elastic.observe.metrics.metric_table import BY_NAME, METRICS
+from elastic.observe.metrics.metric_names import BY_NAME, METRICS
 from elastic.observe.metrics.prometheus_endpoint import PrometheusEndpoint
 from elastic.observe.metrics.run_numbers import (
     CAUSES,

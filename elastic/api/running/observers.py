@@ -13,7 +13,7 @@ from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.metrics.live_numbers import LiveNumbers
-from elastic.observe.metrics.metric_table import BY_NAME
+from elastic.observe.metrics.metric_names import BY_NAME
 from elastic.observe.metrics.metrics_files import MetricsFiles, OnStep
 from elastic.observe.metrics.run_numbers import Sample
 from elastic.observe.trackers.tracking import Tracking

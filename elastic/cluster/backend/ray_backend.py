@@ -61,7 +61,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )  # fmt: skip
-from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter, Commit, write_late_parts
+from elastic.worker.hosting.checkpoint_orders import CheckpointCommitter, Commit, write_late_parts
 from elastic.worker.hosting.hosting_backend import HostingBackend
 from elastic.worker.process.call_log import MISMATCH, calls_in, difference
 

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from elastic.config.numbers.metrics_port import MetricsPort
 from elastic.errors import SpecError
-from elastic.observe.metrics.metric_table import METRICS
+from elastic.observe.metrics.metric_names import METRICS
 from elastic.observe.metrics.run_numbers import Sample
 
 

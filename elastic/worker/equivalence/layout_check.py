@@ -4,7 +4,7 @@ program does.
 A process of its own, without a GPU and beside whatever else starts; what it finds is kept
 (elastic/api/running/layout_question.py). First the structure (structure.py), without values and of
 any size; then, for each axis that it leaves open, loss and gradients of a small copy in two real
-processes (layout_values.py). Of a script that enters a loop the values alone, with tp: what the
+processes (compare_values.py). Of a script that enters a loop the values alone, with tp: what the
 first call of its model gives (loop/called_program.py) in the place of a loss.
 """
 
@@ -31,8 +31,8 @@ from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
+from elastic.worker.equivalence.compare_values import FAMILIES, OF_A_PROGRAM, Words, compare
 from elastic.worker.equivalence.forward_trace import Batch, told
-from elastic.worker.equivalence.layout_values import FAMILIES, OF_A_PROGRAM, Words, compare
 from elastic.worker.equivalence.loss_is_sum import check_before_start
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
 from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy

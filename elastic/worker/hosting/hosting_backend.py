@@ -32,7 +32,7 @@ from elastic.types import (
     StoreCopy,
     WorkerId,
 )
-from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter
+from elastic.worker.hosting.checkpoint_orders import CheckpointCommitter
 from elastic.worker.hosting.inbox import Inbox
 from elastic.worker.hosting.liveness import Liveness, patience_s
 from elastic.worker.hosting.rendezvous_stores import Hosts, RendezvousStores

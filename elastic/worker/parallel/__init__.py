@@ -1,2 +1,2 @@
-"""The axes on torch: tensor parallel, FSDP, pipeline, context parallel, and how blocks are compiled
-and checkpointed."""
+"""The axes on torch: tensor parallel, FSDP, pipeline, context parallel, draws that do not see the
+layout, and how blocks are compiled and checkpointed."""

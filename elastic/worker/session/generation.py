@@ -44,7 +44,7 @@ from elastic.worker.program.calls import count_of
 from elastic.worker.program.commit import Commit, step_done
 from elastic.worker.program.guards import MEMORY, Trip
 from elastic.worker.session.boundary_copies import BoundaryCopies, reserve_buffers
-from elastic.worker.session.layout_probe import Probe
+from elastic.worker.session.loss_probe import Probe
 from elastic.worker.session.profiled_rank import profile_of
 from elastic.worker.session.takeover import Taken, Takeover, digest_of_given, tell_digests
 from elastic.worker.session.workplace import EnterOrder, Workplace

@@ -55,7 +55,7 @@ from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process_groups.reach import ANSWER_S, LATE_S, PeersUnreached
 from elastic.worker.session.generation import Generation, groups_of
 from elastic.worker.session.groups_ahead import GroupsAhead
-from elastic.worker.session.layout_probe import LayoutDiffers
+from elastic.worker.session.loss_probe import LayoutDiffers
 from elastic.worker.session.preparation import Preparation, default_device
 from elastic.worker.session.stall_site import stall_site
 from elastic.worker.session.worker_errors import kind_of, print_error, text_of

@@ -22,7 +22,7 @@ from elastic.worker.process.call_log import MISMATCH
 from elastic.worker.process.cuda_errors import ASSERT, MEMORY, cuda_error, device_lost
 from elastic.worker.process_groups.reach import PeersUnreached
 from elastic.worker.process_groups.transport import is_collective_error
-from elastic.worker.session.layout_probe import LayoutDiffers
+from elastic.worker.session.loss_probe import LayoutDiffers
 from elastic.worker.step.faulty_rank import Tripped
 
 

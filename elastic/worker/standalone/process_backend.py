@@ -37,7 +37,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import WorkerOrder
-from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter, write_late_parts
+from elastic.worker.hosting.checkpoint_orders import CheckpointCommitter, write_late_parts
 from elastic.worker.hosting.hosting_backend import HostingBackend
 from elastic.worker.hosting.served_session import Said, forward, put_into
 from elastic.worker.hosting.session_processes import Heard, SessionProcess, SessionProcesses

@@ -18,7 +18,7 @@ from elastic.config.drill import Scene, resolve
 from elastic.types import Layout, Plan, Pool, WorkerId
 from elastic.types.grid import replica_key
 from elastic.worker.hosting.aggregate import CheckpointParts
-from elastic.worker.hosting.checkpoint_commit import holders_of
+from elastic.worker.hosting.checkpoint_orders import holders_of
 from elastic.worker.hosting.liveness import Liveness
 
 GPUS = 8

@@ -25,7 +25,7 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe.accounting.accounts import Books, account
 from elastic.observe.metrics import live_numbers
 from elastic.observe.metrics.live_numbers import LiveNumbers
-from elastic.observe.metrics.metric_table import BY_NAME, METRICS, row_of
+from elastic.observe.metrics.metric_names import BY_NAME, METRICS, row_of
 from elastic.observe.metrics.prometheus_endpoint import PrometheusEndpoint
 from elastic.observe.metrics.run_numbers import RunNumbers, Sample
 from elastic.policy.state.fold import changes

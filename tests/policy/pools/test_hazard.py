@@ -8,7 +8,7 @@ import pytest
 from support.policy.story import SPOT, Story, job, orders
 
 from elastic.policy.pools import hazard
-from elastic.policy.pools.capacity import PREPARE_MOST_S
+from elastic.policy.pools.node_orders import PREPARE_MOST_S
 from elastic.policy.state.fold import PoolSeen, State
 from elastic.types import (
     DriverStarted,

@@ -22,7 +22,7 @@ from support.worker.nccl_like import NcclLike
 
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.session import takeover
-from elastic.worker.session.layout_probe import Probe
+from elastic.worker.session.loss_probe import Probe
 from elastic.worker.session.session import Session
 from elastic.worker.state import peer_replicas
 from elastic.worker.step.optimizer_step import Stepper

@@ -25,7 +25,7 @@ from elastic.worker.checkpoint.checkpoint_index import (
 )
 from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
 from elastic.worker.hosting.aggregate import CheckpointParts
-from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter
+from elastic.worker.hosting.checkpoint_orders import CheckpointCommitter
 
 TAKEN = Sign(2, 0, "elsewhere", "boot", 4711, 1, 1e9, 1e9, 15.0)  # the driver of epoch 2 has begun
 SIGN = json.dumps(asdict(TAKEN)).encode()

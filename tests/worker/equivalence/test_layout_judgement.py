@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic.program import Program
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
-from elastic.worker.equivalence import layout_values
+from elastic.worker.equivalence import compare_values
 from elastic.worker.equivalence.blocks_in_stages import one_weight
 from elastic.worker.equivalence.small_copy import ROWS
 from elastic.worker.equivalence.structure import structure_of
@@ -22,12 +22,12 @@ from elastic.worker.program.model_profile import trace
 TP = Layout(tp=2)
 
 
-def judged(loss: float, off: float) -> layout_values.Compared:
+def judged(loss: float, off: float) -> compare_values.Compared:
     answers = [
         {"whole": 4.0, "loss": loss, "differ": {"head": off}, "first": ""},
         {"whole": 4.0, "loss": 0.0, "differ": {}, "first": ""},
     ]
-    return layout_values._judged(TP, answers, layout_values.Words(), seconds=1.0, times={})
+    return compare_values._judged(TP, answers, compare_values.Words(), seconds=1.0, times={})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_gradient_that_is_no_number_is_not_equal() -> None:
     )
     whole = {"head": torch.tensor([1.0, 2.0])}
     for own, equal in (([1.0, 2.0], True), ([1.0, 2.1], False), ([1.0, math.nan], False)):
-        off = layout_values._differ(state, {"head": torch.tensor(own)}, whole)["head"]
+        off = compare_values._differ(state, {"head": torch.tensor(own)}, whole)["head"]
         assert (off <= 1.0) == equal
 
 

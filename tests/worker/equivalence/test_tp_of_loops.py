@@ -10,7 +10,7 @@ import pytest
 from support.foreign.subjects import found_with
 
 from elastic.types import Job
-from elastic.worker.equivalence import layout_check, layout_values
+from elastic.worker.equivalence import compare_values, layout_check
 
 pytestmark = pytest.mark.e2e
 
@@ -130,7 +130,7 @@ def test_ranks_that_are_lost_may_be_taken_as_right(
     """A fork may have gone wrong by what the script did before its loop."""
     question = asked(tmp_path, "right")
     job = Job.from_plain(question["job"])
-    lost = layout_values.Compared("tp=2", layout_values.LOST)
+    lost = compare_values.Compared("tp=2", compare_values.LOST)
     monkeypatch.setattr(layout_check, "compare", lambda *_, **__: lost)
     found = layout_check.check(layout_check.CheckRequest(job, axes=["tp"]))
     assert found.structure.no_tp.startswith("tp=2: its ranks lose each other")

@@ -26,7 +26,7 @@ from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.hosting import checkpoint_checks
 from elastic.worker.hosting.aggregate import CheckpointParts
 from elastic.worker.hosting.checkpoint_checks import CopyChecks, Paced, ReadPace
-from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter
+from elastic.worker.hosting.checkpoint_orders import CheckpointCommitter
 
 PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
 

@@ -27,7 +27,7 @@ from elastic.types import (
     agree,
 )
 from elastic.types.orders import InjectFault
-from elastic.worker.session.layout_probe import LayoutDiffers, Probe
+from elastic.worker.session.loss_probe import LayoutDiffers, Probe
 
 pytestmark = pytest.mark.slow
 SHARDS, PAIR = Layout(dp_shard=4), Layout(dp_shard=2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.policy.story import Story, job
 
-from elastic.policy.pools.capacity import capacity, potential
+from elastic.policy.pools.node_orders import capacity, potential
 from elastic.policy.state.fold import Backoff, Request, State
 from elastic.types import Job, Node, Pool, RequestNodes
 

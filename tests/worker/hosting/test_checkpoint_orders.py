@@ -15,7 +15,7 @@ from elastic.types import Box, CopyFailed, CopyStored, ShardStored, WorkerId
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_format import SAMPLES
 from elastic.worker.hosting.aggregate import CheckpointParts
-from elastic.worker.hosting.checkpoint_commit import CheckpointCommitter
+from elastic.worker.hosting.checkpoint_orders import CheckpointCommitter
 
 PLAN = plan(1, [WorkerId("a", 0)])
 
@@ -90,7 +90,7 @@ def test_a_commit_that_does_not_come_back_is_said_once_and_may_still_be_done(
     assert slow.busy.wait(10.0)
     copies.commit(parts(10))
     assert copies.news() == []
-    monkeypatch.setattr("elastic.worker.hosting.checkpoint_commit.OVERDUE_S", 0.0)
+    monkeypatch.setattr("elastic.worker.hosting.checkpoint_orders.OVERDUE_S", 0.0)
     (failed,) = copies.news()
     assert isinstance(failed, CopyFailed) and (failed.generation, failed.step) == (1, 10)
     assert failed.reason == f"not committed: {tmp_path} has not answered for 0 s"
@@ -117,7 +117,7 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
 
     monkeypatch.setattr(checkpoint_index, "clean", odder)
     monkeypatch.setattr(checkpoint_index, "remove_copy", odder)
-    monkeypatch.setattr("elastic.worker.hosting.checkpoint_commit.REMOVE_WAIT_S", 0.0)
+    monkeypatch.setattr("elastic.worker.hosting.checkpoint_orders.REMOVE_WAIT_S", 0.0)
     copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, write=odd)
     copies.clean()
     copies.remove("step-1")
@@ -137,7 +137,7 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
 def test_closing_waits_a_bounded_time_and_holds_no_exit_up(
     tmp_path: Path, slow: SlowStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic.worker.hosting.checkpoint_commit.CLOSE_MOST_S", 0.1)
+    monkeypatch.setattr("elastic.worker.hosting.checkpoint_orders.CLOSE_MOST_S", 0.1)
     copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, write=slow.commit)
     copies.commit(parts(5))
     assert slow.busy.wait(10.0)
