@@ -20,7 +20,6 @@ def test_on_a_virtual_clock_signals_are_the_callers() -> None:
 
     noted: list[int] = []
     handlers = {
-        # processes of pytest-xdist ignore it
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: lambda number, frame: noted.append(number),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -96,6 +97,11 @@ def test_every_way_of_starting_a_worker_applies_it(
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "unset")  # restored by the fixture, whatever the way sets
         monkeypatch.delenv(name)
-    way()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        way()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert {name: os.environ.get(name) for name in REQUIRED} == REQUIRED
     assert {name: os.environ.get(name) for name in DEFAULTS} == DEFAULTS
