@@ -259,6 +259,7 @@ class MarketBackend(SimBackend):
             return
         worked_s = self._now_s - group.began_s - self.delays.copy_s
         step = group.step + max(0, int(worked_s / group.step_s))
+        step = min(step, self._job_of(plan).until_step)  # behind it nothing is computed
         step -= step % plan.peer_every
         if step <= group.step:
             return
