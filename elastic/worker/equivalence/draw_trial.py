@@ -30,7 +30,6 @@ from elastic.worker.equivalence.forward_trace import (
 )
 from elastic.worker.equivalence.no_randomness import DROPOUT_AT
 from elastic.worker.equivalence.small_copy import whole_model
-from elastic.worker.loop.loop_model import mapped
 from elastic.worker.parallel.draw_requests import arguments_of, request_of
 from elastic.worker.parallel.keyed_draws import (
     FUNCTIONS,
@@ -42,7 +41,14 @@ from elastic.worker.parallel.keyed_draws import (
     other_rows,
 )
 from elastic.worker.parallel.part_of_draw import Draw, of_one
-from elastic.worker.program.calls import ModelCall, call_model, inputs_of, length_of, loss_of
+from elastic.worker.program.calls import (
+    ModelCall,
+    call_model,
+    inputs_of,
+    length_of,
+    loss_of,
+    mapped,
+)
 from elastic.worker.program.loop_program import LoopProgram
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,8 @@ from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program
 from elastic.types import Job
 from elastic.worker.equivalence.forward_trace import told
-from elastic.worker.loop.loop_model import mapped
 from elastic.worker.loop.loss_reduction import Means
-from elastic.worker.program.calls import call_model, count_of, loss_of, tensors_in
+from elastic.worker.program.calls import call_model, count_of, loss_of, mapped, tensors_in
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import build_meta
 from elastic.worker.step.sums import Sums

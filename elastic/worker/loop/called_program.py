@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
-from elastic.worker.loop.loop_model import mapped
-from elastic.worker.program.calls import Arguments, Batch, ModelCall, tensors_in
+from elastic.worker.program.calls import Arguments, Batch, ModelCall, mapped, tensors_in
 from elastic.worker.program.loop_program import LoopProgram
 
 LOW = (torch.float16, torch.bfloat16)

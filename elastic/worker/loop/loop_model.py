@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from elastic.text import n_of
 from elastic.user_frames import without_frames
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process_groups.transport import is_collective_error
-from elastic.worker.program.calls import ModelCall
+from elastic.worker.program.calls import ModelCall, mapped
 
 
 class GenerationAborted(ConnectionAbortedError):
@@ -177,18 +177,3 @@ def _zeros(outline: Any, device: torch.device) -> Any:
         return torch.zeros(shape.shape, dtype=shape.dtype, device=device, requires_grad=shape.grad)
 
     return mapped(outline, zeros, _Shape)
-
-
-def mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """The same lists, tuples and mappings (a library's own ones too) with every `kind` in them
-    changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, Mapping):
-        changed = {key: mapped(item, change, kind) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(item, change, kind) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(item, change, kind) for item in value)
-    return value

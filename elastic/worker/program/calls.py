@@ -59,6 +59,21 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """The same lists, tuples and mappings (a library's own ones too) with every `kind` in them
+    changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, Mapping):
+        changed = {key: mapped(item, change, kind) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, change, kind) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(item, change, kind) for item in value)
+    return value
+
+
 def length_of(value: Any) -> int:
     """Positions of the sequences among these tensors; 0 = they have none."""
     return next((int(x.shape[1]) for x in tensors_in(value) if x.ndim > 1), 0)
@@ -79,13 +94,7 @@ def rows_in(batch: Batch, rows: range) -> Batch:
 
 def first_rows(output: Any, n: int) -> Any:
     """The first `n` rows of each tensor of a model's output."""
-    if isinstance(output, torch.Tensor):
-        return output[:n] if output.ndim else output
-    if isinstance(output, Mapping):
-        return type(output)(**{key: first_rows(value, n) for key, value in output.items()})
-    if isinstance(output, list | tuple):
-        return type(output)([first_rows(value, n) for value in output])
-    return output
+    return mapped(output, lambda x: x[:n] if x.ndim else x)
 
 
 def count_of(program: Program, batch: Batch) -> int:
