@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -309,7 +310,7 @@ class Collated:
         made = self._collate([self.dataset[index]])
         return {key: value[0] for key, value in made.items() if isinstance(value, torch.Tensor)}
 
-    @property
+    @cached_property  # it reads the signature of the model
     def _collate(self) -> Callable[[list[Any]], Mapping[str, Any]]:
         trainer = self.trainer
         made: Callable[[list[Any]], Mapping[str, Any]]
