@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,19 @@ def test_a_full_disk(shell: Shell, small_disk: Path, room_again: bool) -> None:
     assert last_line(out)["samples_exact"] is True
 
 
+def all_of(journal: Path, kind: type) -> list[Any]:
+    return [e for line in read(journal) for _, e in line.events if isinstance(e, kind)]
+
+
+def leave_little(run: Path, disk: Path) -> Path:
+    """Once a first checkpoint is stored: there is room for lines of the journal alone."""
+    until(lambda: [*run.glob("checkpoints/*/commit.json")] != [], what="the first checkpoint")
+    waste = fill(disk)
+    with waste.open("ab") as file:
+        file.truncate(waste.stat().st_size - (96 << 10))
+    return waste
+
+
 def test_a_disk_without_room_for_the_last_checkpoint(shell: Shell, small_disk: Path) -> None:
     """Lines of the journal still fit. It is tried more often than three times, and no step is done
     twice."""
@@ -111,15 +125,10 @@ def test_a_disk_without_room_for_the_last_checkpoint(shell: Shell, small_disk: P
     run = small_disk / "late"
     journal = run / "journal.jsonl"
     process = shell.start("run", name, "--run-name", "late", "--json")
-
-    def events(kind: type) -> list[Any]:
-        return [e for line in read(journal) for _, e in line.events if isinstance(e, kind)]
+    events = partial(all_of, journal)
 
     try:
-        until(lambda: [*run.glob("checkpoints/*/commit.json")] != [], what="the first checkpoint")
-        waste = fill(small_disk)
-        with waste.open("ab") as file:
-            file.truncate(waste.stat().st_size - (96 << 10))
+        waste = leave_little(run, small_disk)
         until(
             lambda: len([e for e in events(CopyFailed) if e.step == 20]) > COPY_TRIES,
             what="more tries than that", within_s=240.0,
@@ -146,15 +155,10 @@ def test_a_stop_while_the_disk_has_no_room_for_its_checkpoint(
     run = small_disk / "late"
     journal = run / "journal.jsonl"
     process = shell.start("run", name, "--run-name", "late")
-
-    def events(kind: type) -> list[Any]:
-        return [e for line in read(journal) for _, e in line.events if isinstance(e, kind)]
+    events = partial(all_of, journal)
 
     try:
-        until(lambda: [*run.glob("checkpoints/*/commit.json")] != [], what="the first checkpoint")
-        waste = fill(small_disk)
-        with waste.open("ab") as file:
-            file.truncate(waste.stat().st_size - (96 << 10))
+        waste = leave_little(run, small_disk)
         process.send_signal(signal.SIGTERM)
         until(lambda: len(events(StopAsked)) > 0, what="the wish to stop")
         n_before = len(events(CopyFailed))
