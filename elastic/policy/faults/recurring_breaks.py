@@ -1,7 +1,7 @@
 """A step that breaks each time it is done, while its nodes stay: the fault is the program's.
 
-It breaks wherever it runs, so that no node is to be blamed. It is told by ranks that make
-collectives which do not match, twice; or by the steps before it, which the same nodes redo each
+It breaks wherever it runs, so that no node is to be blamed. It shows in ranks that make
+collectives which do not match, twice; or in the steps before it, which the same nodes redo each
 time (a node that is bad breaks in any step). A break that the loss of a node, or an error of its
 device, explains does not count.
 """
@@ -29,10 +29,10 @@ def recorded(state: State, failure: Failure) -> tuple[Break, ...]:
         (node := state.nodes.get(worker.node_id)) is None or node.status == "lost"
         for worker in failure.workers
     )
-    moves = plan is None or state.target is not None or state.quiescing is not None
-    if moves or gone or device or failure.cause not in ("loss", "infrastructure"):
+    moves = state.target is not None or state.quiescing is not None
+    explained = gone or device or failure.cause not in ("loss", "infrastructure")
+    if plan is None or moves or explained:
         return state.breaks
-    assert plan is not None
     step, redone = state.step + 1, state.step > state.entered_step
     new = Break(plan.generation, step, redone, frozenset(plan.nodes))
     return (*(one for one in state.breaks if one.step == step), new)[-REDONE_MOST:]
