@@ -78,6 +78,7 @@ def simulate_drill(
         blames_program=True,
         saves_again=True,
         keeps_left=True,
+        spares_noticed=True,
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

@@ -44,7 +44,8 @@ class DriverStarted(Event):
     while those before it are redone each time, ends the run (else its nodes are quarantined):
     likewise. `keeps_left`: on-demand nodes that were to be left for spot and train on count as
     others do, and what a plan takes in is not released (else they are left as soon as any other
-    node is prepared, which may be released at once): likewise.
+    node is prepared, which may be released at once): likewise. `spares_noticed`: a process that
+    dies on a node with a notice is not counted by `bounds_deaths` (else it is): likewise.
     """
 
     run: str
@@ -69,6 +70,7 @@ class DriverStarted(Event):
     blames_program: bool = False
     saves_again: bool = False
     keeps_left: bool = False
+    spares_noticed: bool = False
 
 
 @dataclass(frozen=True)

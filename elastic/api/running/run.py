@@ -274,6 +274,7 @@ class JobRun:
             blames_program=True,
             saves_again=True,
             keeps_left=True,
+            spares_noticed=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

@@ -322,7 +322,8 @@ def process_failed(state: State, worker: WorkerId, why: str, *, at_s: float) -> 
         return state
     worked = worker.node_id in state.prepared or worker.node_id in state.preparing
     state = _with_failure(state, worker.node_id, at_s, counts=worked)
-    if state.bounds_deaths and state.generation > state.death_generation:
+    noticed = state.spares_noticed and node.status == "draining" and node.deadline_s is not None
+    if state.bounds_deaths and state.generation > state.death_generation and not noticed:
         state = replace(
             state,
             deaths=(*state.deaths, worker.node_id),

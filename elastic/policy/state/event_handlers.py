@@ -80,7 +80,7 @@ KEPT_PAUSES = 9
 GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
-    "keeps_left",
+    "keeps_left", "spares_noticed",
 )  # fmt: skip
 
 

@@ -262,6 +262,7 @@ class State:
     blames_program: bool = False  # see DriverStarted
     saves_again: bool = False  # see DriverStarted
     keeps_left: bool = False  # see DriverStarted
+    spares_noticed: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
@@ -360,8 +361,8 @@ class State:
 
     retries: int = 0  # infrastructure errors in a row without progress
     retry_step: int = -1
-    # nodes on which a process died first in a generation and that were not lost with it, in a row
-    # without progress past `death_step`, and what was said of the last one
+    # nodes on which a process died first in a generation and that had no notice and were not lost
+    # with it, in a row without progress past `death_step`, and what was said of the last one
     deaths: tuple[str, ...] = ()
     death: str = ""
     death_step: int = 0
@@ -388,8 +389,7 @@ class State:
     stop: StopWish | None = None
     away: StorageSeen | None = None  # storage is, as seen last
     outcome_reason: str = ""
-    # step -> running digest of all sample digests up to it
-    digests: Mapping[int, str] = field(default_factory=dict)
+    digests: Mapping[int, str] = field(default_factory=dict)  # step -> of all samples up to it
     usd: float = 0.0
     billed_at_s: float = 0.0
 

@@ -8,12 +8,12 @@ import pytest
 from support.policy.story import Story, orders, stopped
 
 from elastic.policy.faults.retries import DEATHS_MOST
-from elastic.types import NodeLost, Stop, WorkerFailed, WorkerId
+from elastic.types import NodeLost, Notice, NoticeWithdrawn, Stop, WorkerFailed, WorkerId
 
 
-def story(*, bounds_deaths: bool = True) -> Story:
+def story(*, bounds_deaths: bool = True, spares_noticed: bool = True) -> Story:
     made = Story()
-    made.state = replace(made.state, bounds_deaths=bounds_deaths)
+    made.state = replace(made.state, bounds_deaths=bounds_deaths, spares_noticed=spares_noticed)
     made.running("n0", steps=4)
     return made
 
@@ -53,3 +53,26 @@ def test_what_is_no_crash_loop_does_not_end_it(how: str) -> None:
         dies(made, node, then=then, cause="preempted" if how == "reclaimed" else "released")
     assert made.state.generation > DEATHS_MOST or how == "one node"
     assert not any(orders(one, Stop) for one in made.decisions)
+
+
+@pytest.mark.parametrize(
+    ("taken_back", "spares_noticed", "ends"),
+    [(False, True, False), (True, True, True), (False, False, True)],
+    ids=["a notice", "a notice that was withdrawn", "a journal of before"],
+)
+def test_nodes_that_end_as_their_notices_said_are_no_crash_loop(
+    taken_back: bool, spares_noticed: bool, ends: bool
+) -> None:
+    """Steps longer than the notice: each node is there until it is taken, its process does not
+    answer any more, and it is released before anything tells that it is gone."""
+    made = story(spares_noticed=spares_noticed)
+    for k in range(2 * DEATHS_MOST):
+        if any(orders(one, Stop) for one in made.decisions):
+            break
+        made.tick(Notice(f"n{k}", made.now_s + 1.0))
+        if taken_back:
+            made.tick(NoticeWithdrawn(f"n{k}"))
+        dies(made, f"n{k}", then=f"n{k + 1}")
+    assert any(orders(one, Stop) for one in made.decisions) == ends
+    assert made.state.generation >= DEATHS_MOST
+    assert bool(made.state.deaths) == ends

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from support.chaos.markets import PlayedWorld, judged, play
+from support.sim.worlds import world
 
+from elastic.config.job import JobSpec
 from elastic.ledger.journal import Line
 from elastic.observe.accounting.accounts import account
-from elastic.types import Decision, DriverStarted, Event, PlanEntered, StepDone
+from elastic.types import Decision, DriverStarted, Event, Job, PlanEntered, StepDone
 
 N_WORLDS, N_BATCHES, N_IN_UNIT = 300, 60, 2
-KEPT = (73, 1595, 3111, 3420)  # they were wrong once
+KEPT = (73, 1595, 3111, 3420, 3724, 4797)  # they were wrong once
 
 
 def check(seed: int) -> PlayedWorld:
@@ -43,6 +45,14 @@ def test_random_worlds_keep_the_rules(batch: int) -> None:
 @pytest.mark.parametrize("seed", KEPT)
 def test_worlds_that_were_wrong_once(seed: int) -> None:
     check(seed)
+
+
+def test_jobs_that_are_drawn_are_jobs_that_a_person_may_write() -> None:
+    plain = Job.from_plain({"name": ""}).plain()
+    for seed in (*range(N_WORLDS), *KEPT):
+        drawn = world(seed).subject.job.plain()
+        written = {key: value for key, value in drawn.items() if value != plain[key]}
+        JobSpec.model_validate({"folder": ".", "program": "program.py", **written})
 
 
 NOTICED = 48  # a world whose run grows and gets a notice

@@ -65,6 +65,8 @@ def world(seed: int) -> World:
         "purpose": chance.choice(["auto", "fastest", "cheapest"]) if not times else "deadline",
         "on_demand_floor": chance.choice(["auto", "auto", 0, 1, "copy"]),
     }  # fmt: skip
+    # else config/job.py would refuse it
+    job["min_workers"] = min(job["min_workers"], job["max_workers"] or job["min_workers"])
     delays = Delays(
         boot_s=chance.uniform(5, 400), prepare_s=chance.uniform(2, 300),
         enter_s=chance.uniform(0.3, 30), restore_s=chance.uniform(1, 60),
