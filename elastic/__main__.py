@@ -1,16 +1,28 @@
 """`python -m elastic` is `elastic`."""
 
+import os
 import signal
-import sys
+from types import FrameType
 
 
 def main() -> int:
-    """Ctrl-C while this is imported is one line, too."""
-    try:
-        from elastic.cli import command_line
-    except KeyboardInterrupt:
-        print("elastic: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    """Ctrl-C or SIGTERM while this is imported is one line, too, whatever a library that is being
+    imported makes of an exception."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        os.write(2, f"elastic: ended by {name} before anything was started\n".encode())
+        os._exit(128 + number)
+
+    ended_by = (signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.getsignal(one) for one in ended_by}
+    heard = [one for one in ended_by if before[one] is not signal.SIG_IGN]  # nohup stays nohup
+    for one in heard:
+        signal.signal(one, end)
+    from elastic.cli import command_line
+
+    for one in heard:
+        signal.signal(one, before[one])
     return command_line.main()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from elastic.errors import SpecError, known_keywords
 
@@ -191,28 +191,30 @@ class Program:
     batch_dependent: bool = False
     no_cp: str = ""
 
+    of: ClassVar[str] = "Program."  # what errors say before the name of a field
+
     def __post_init__(self) -> None:
         if self.loss is missing_loss:
             raise SpecError(missing_loss.__doc__)
         if not isinstance(self.blocks, str):
-            object.__setattr__(self, "blocks", _patterns(self.blocks))
+            object.__setattr__(self, "blocks", self._patterns())
         for pattern, style in self.tp.items():
             if style not in TP_STYLES:
                 raise SpecError(
-                    f"Program.tp['{pattern}'] is '{style}'; it must be one of "
+                    f"{self.of}tp['{pattern}'] is '{style}'; it must be one of "
                     f"{', '.join(TP_STYLES)}"
                 )
 
-
-def _patterns(blocks: Any) -> tuple[str, ...]:
-    found = tuple(blocks) if isinstance(blocks, list | tuple) else ()
-    if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
-        raise SpecError(
-            f"Program.blocks is {blocks!r}; it must be a pattern of module names, or a list of them"
-        )
-    if twice := [pattern for i, pattern in enumerate(found) if pattern in found[:i]]:
-        raise SpecError(f"Program.blocks names '{twice[0]}' twice")
-    return found
+    def _patterns(self) -> tuple[str, ...]:
+        found = tuple(self.blocks) if isinstance(self.blocks, list | tuple) else ()
+        if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
+            raise SpecError(
+                f"{self.of}blocks is {self.blocks!r}; it must be a pattern of module names, or a "
+                "list of them"
+            )
+        if twice := [pattern for i, pattern in enumerate(found) if pattern in found[:i]]:
+            raise SpecError(f"{self.of}blocks names '{twice[0]}' twice")
+        return found
 
 
 def patterns_of(blocks: str | Sequence[str]) -> tuple[str, ...]:

@@ -47,8 +47,6 @@ def simulate_drill(
             "--drill needs --calibrate RUN: how long starts, pauses and steps take on this "
             "machine only a run on it can say"
         )
-    entries = [entry.plain() for entry in load_drill(drill)]
-    checked(entries, drill)
     if not subject.steps:
         raise SpecError(f"{subject.name}: it has no steps; give --set steps=N")
     if subject.phases:
@@ -57,6 +55,8 @@ def simulate_drill(
             "them: --set phases=[]"
         )
     pools = load_cluster(cluster).pools if cluster else subject.pools
+    entries = [entry.plain() for entry in load_drill(drill, pools[0].name if pools else "")]
+    checked(entries, drill)
     measured, note = measured_by(calibrate, Delays())
     if measured.start is None:
         raise SpecError(f"{calibrate}: its journal has no driver's start; nothing is known of it")

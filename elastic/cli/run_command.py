@@ -82,8 +82,9 @@ def add(verbs: Any) -> None:
     )
     made.add_argument(
         "--drill",
-        metavar="FILE",
-        help="notices, kills and growth to carry out, instead of the job's own",
+        metavar="DRILL",
+        help="notices, kills and growth to carry out instead of the job's own: a file, or in short "
+        "'notice at 40, kill at 60, add at 80'",
     )
     _add_watching(made)
     add_overrides(made)

@@ -42,7 +42,7 @@ def add(verbs: Any) -> None:
         "--calibrate", metavar="RUN", default="", help="start-up, pauses and steps as it measured"
     )
     made.add_argument(
-        "--drill", metavar="FILE", default="",
+        "--drill", metavar="DRILL", default="",
         help="no market: what this drill does on the embedded cluster (with --calibrate)",
     )  # fmt: skip
     made.add_argument(

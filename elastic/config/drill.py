@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from elastic.catalog.bounded_yaml import yaml_of
 from elastic.config.strict import NODES_MOST, SECONDS_MOST, STEPS_MOST, Strict
 from elastic.errors import SpecError
 from elastic.text import n_of
@@ -32,6 +34,13 @@ SIDES: tuple[Sides, ...] = ("driver", "nodes", "storage")
 EACH_OTHER = "each-other"
 From = Sides | Literal["each-other"] | Annotated[list[Sides], Field(min_length=1)]
 PARTITION_S, PARTITION_MOST_S = 30.0, 3600.0
+A_LIST = "a list such as `- {at_step: 40, notice: any-spot}`"
+# what stands for an entry on the command line; the rest is said as keys
+SHORT = re.compile(
+    r"(?P<kind>\w+)(?:\s+(?P<name>\S+))?\s+at\s+(?:step\s+)?(?P<step>[0-9]+)"
+    r"(?P<more>(?:\s+\w+=\S+)*)"
+)
+IN_SHORT = "'kill at 60', 'notice any-spot at 40' or 'add POOL at 80', several with commas"
 NODE_WORD = re.compile(r"any|any-spot|rank0|rank:[0-9]{1,6}")
 NODE_WORDS = "any, any-spot, rank0, rank:N, partner, a node id, or a list of them"
 
@@ -107,6 +116,30 @@ class DrillSpec(Strict):
 
     def plain(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True, by_alias=True)
+
+
+def in_short(text: str, pool: str = "") -> dict[str, dict[str, Any]]:
+    """What "kill at 60, notice any-spot at 40 deadline_s=10, add at 80" says, as entries of a drill
+    file, by where each stands. Without a node it is `any`, without a pool `pool`. Raises SpecError.
+    """
+    if Path(text).suffix in (".yaml", ".yml", ".json") or not re.search(r"\s", text.strip()):
+        raise SpecError(f"{text}: no such file; a drill file is {A_LIST}; in short, {IN_SHORT}")
+    found = {}
+    for i, part in enumerate((one.strip() for one in text.split(",")), 1):
+        said, where = SHORT.fullmatch(part), f"drill '{text}', entry {i}"
+        if said is None:
+            raise SpecError(f"{where}: '{part}' is not as it must be: {IN_SHORT}; or give a file")
+        kind, name = said["kind"], said["name"]
+        usual: Any = True if kind in ("kill_driver", "wrong_layout") else "any"
+        if kind == "add":
+            usual = pool
+        more = (one.split("=", 1) for one in said["more"].split())
+        found[where] = {
+            "at_step": int(said["step"]),
+            kind: name or usual,
+            **{key: yaml_of(value, f"{where}: {key}") for key, value in more},
+        }
+    return found
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pydantic import (
 from elastic.catalog.bounded_yaml import SHOWN_MOST, read_yaml, yaml_of
 from elastic.catalog.validation import KeyPath, first_problem, in_words, shown_of
 from elastic.config.data_section import DataSpec, SourceSpec
-from elastic.config.drill import DrillSpec
+from elastic.config.drill import A_LIST, DrillSpec, in_short
 from elastic.config.key_names import STORED, KeysFrom, place_of, shown_key, stored_keys
 from elastic.config.numbers.trackers import OWNERS as TRACKERS
 from elastic.config.numbers.trackers import PortKey, TrackersKey, TrackersSpec
@@ -485,25 +485,21 @@ def loop_keys(data: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
     return stored_keys(given, "elastic.loop(...)")
 
 
-def load_drill(file: str | Path) -> list[DrillSpec]:
-    """The entries of a drill file, in order of their step. Raises SpecError."""
-    path = Path(file)
-    if not path.is_file():
-        raise SpecError(
-            f"{file}: no such file; a drill file is a list such as `- {{at_step: 40, notice: "
-            f"any-spot}}`"
-        )
-    data = read_yaml(path, str(file))
-    if not isinstance(data, list):
-        raise SpecError(
-            f"{file}: it must be a list such as `- {{at_step: 40, notice: any-spot}}`, not "
-            f"{_kind(data)}"
-        )
-    entries = [drill_entry(entry, f"{file}, entry {i}") for i, entry in enumerate(data, 1)]
-    for i, entry in enumerate(entries, 1):
+def load_drill(drill: str | Path, pool: str = "") -> list[DrillSpec]:
+    """The entries of a drill file, or of its short form ("kill at 60"), in order of their step;
+    `pool`: what "add at 80" adds to. Raises SpecError."""
+    if Path(drill).is_file():
+        data = read_yaml(Path(drill), str(drill))
+        if not isinstance(data, list):
+            raise SpecError(f"{drill}: it must be {A_LIST}, not {_kind(data)}")
+        found = {f"{drill}, entry {i}": entry for i, entry in enumerate(data, 1)}
+    else:
+        found = in_short(str(drill), pool)
+    entries = {where: drill_entry(data, where) for where, data in found.items()}
+    for where, entry in entries.items():
         if entry.at_step is None:
-            raise SpecError(f"{file}, entry {i}: at_step is missing")
-    return sorted(entries, key=lambda entry: entry.at_step or 0)
+            raise SpecError(f"{where}: at_step is missing")
+    return sorted(entries.values(), key=lambda entry: entry.at_step or 0)
 
 
 def drill_entry(data: Any, where: str = "drill") -> DrillSpec:

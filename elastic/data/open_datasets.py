@@ -43,10 +43,10 @@ def dataset_of(program: Program, job: Job) -> Any:
         dataset = _named(what, data.train, _place(job, data))
     elif program.dataset is None:
         raise SpecError(
-            "there is no data: Program.dataset is None, and the job names no data.train"
+            f"there is no data: {program.of}dataset is None, and the job names no data.train"
         )
     else:
-        what, dataset = "Program.dataset", program.dataset()
+        what, dataset = f"{program.of}dataset", program.dataset()
         streams = is_stream(dataset) and not _is_map(dataset)
         dataset = Stream(dataset, job.global_batch or 1) if streams else checked(dataset, what)
     check_lengths(job, dataset, what)
@@ -66,8 +66,9 @@ def validation_of(program: Program, job: Job) -> Any:
         return found[""] if [*found] == [""] else found
     if program.validation is None:
         return None
-    dataset = checked(program.validation(), "Program.validation")
-    check_lengths(job, dataset, "Program.validation")
+    what = f"{program.of}validation"
+    dataset = checked(program.validation(), what)
+    check_lengths(job, dataset, what)
     return dataset
 
 

@@ -178,6 +178,54 @@ def test_a_signal_before_a_run_has_begun_is_one_line(
     assert called(capsys, "run", "nowhere") == (128 + number, "", line)
 
 
+SIGNALLED = """
+import signal, sys
+class Importing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "elastic.cli":
+            try:
+                signal.raise_signal({number})
+            except BaseException:  # as a library may that is being imported
+                pass
+sys.meta_path.insert(0, Importing())
+sys.argv[1:] = ["--version"]
+from elastic.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_is_one_line(number: signal.Signals) -> None:
+    code = SIGNALLED.format(number=int(number))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    line = f"elastic: ended by {number.name} before anything was started\n"
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", line)
+
+
+SCRIPT = """
+import signal, torch, elastic
+{first}
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with elastic.loop(model=model, optimizer=optimizer, dataset=torch.ones(8, 2), steps=4, global_batch=4) as run:
+    for x in run:
+        {then}
+        run.backward(run.model(x).sum())
+        run.step()
+"""
+
+
+@pytest.mark.parametrize("moment", ["first", "then"])
+def test_a_signal_while_the_driver_runs_a_script_is_no_error_of_it(
+    moment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.py"
+    words = {"first": "", "then": "pass"} | {moment: "signal.raise_signal(signal.SIGTERM)"}
+    file.write_text(SCRIPT.format(**words))
+    code, _, err = called(capsys, "run", "--script", str(file))
+    assert (code, err) == (143, "elastic: ended by SIGTERM; nothing that it had started is left\n")
+
+
 def test_help_brings_neither_torch_nor_ray() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.startswith("usage: elastic") and done.stdout.endswith("brought:\n"), (

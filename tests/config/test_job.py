@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -310,6 +311,47 @@ def test_drill_file(tmp_path: Path) -> None:
         {"at_step": 9, "kill": ["rank0", "partner"]},
     ]
     assert drill_entry({"kill": "any"}).at_step is None
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("kill at 60", [{"at_step": 60, "kill": "any"}]),
+        ("  notice   at step 40 ", [{"at_step": 40, "notice": "any"}]),
+        ("add at 80", [{"at_step": 80, "add": "first"}]),
+        ("kill_driver at 5", [{"at_step": 5, "kill_driver": True}]),
+        (
+            "add spot at 80, kill rank:1 at 60, slow spot-1 at 9 factor=2.5",
+            [
+                {"at_step": 9, "slow": "spot-1", "factor": 2.5},
+                {"at_step": 60, "kill": "rank:1"},
+                {"at_step": 80, "add": "spot"},
+            ],
+        ),
+    ],
+)
+def test_a_drill_in_short(text: str, entries: list[dict[str, Any]]) -> None:
+    assert [entry.plain() for entry in load_drill(text, "first")] == entries
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kill 60", "entry 1: 'kill 60' is not as it must be: 'kill at 60', 'notice any-spot at"),
+        ("notice at 40, kill at soon", "entry 2: 'kill at soon' is not as it must be"),
+        ("kil at 60", "drill 'kil at 60', entry 1: unknown key 'kil'; did you mean 'kill'?"),
+        ("kill any-spto at 60", "'any-spto' names no node"),
+        ("slow at 60", "slow needs a factor, such as 2.0"),
+        ("kill at 60 deadline_s=5", "deadline_s belongs to a notice only"),
+        ("kill at 60,", "entry 2: '' is not as it must be"),
+        ("my drills/first.yaml", "my drills/first.yaml: no such file"),
+        ("kill", "kill: no such file; a drill file is a list"),
+    ],
+)
+def test_a_bad_drill_in_short_is_one_line(text: str, said: str) -> None:
+    with pytest.raises(SpecError) as error:
+        load_drill(text, "first")
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

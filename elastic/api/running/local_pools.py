@@ -26,7 +26,7 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
     """The job's own drill is for nodes that are there to be killed: on a cluster only `--drill`,
     or whoever says so in Python, asks for one. Raises SpecError for pools that this machine, where
     there is no other, has not."""
-    drill = load_drill(options.drill) if options.drill is not None else spec.drill
+    drill = spec.drill
     if address is not None and options.drill is None and not options.own_drill:
         if drill and options.show:
             print(f"note: {LEFT_OUT.format(n_of(len(drill), 'event'))}", file=_out(options))
@@ -51,6 +51,8 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
         pools, said = here(spec, pools, n_gpus, local=options.local)
         if said and options.show:
             print(said, file=_out(options))
+    if options.drill is not None:
+        drill = load_drill(options.drill, pools[0].name)
     known = {
         "drill": drill,
         "pools": pools,

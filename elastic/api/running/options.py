@@ -24,7 +24,7 @@ class Options:
     local: bool = False  # the embedded cluster, also where a Ray address is known
     address: str | None = None  # of the Ray cluster to use; default: $RAY_ADDRESS
     overrides: tuple[str, ...] = ()  # key=value over job.yaml
-    drill: str | Path | None = None  # a drill file instead of the job's own drill
+    drill: str | Path | None = None  # a drill file, or "kill at 60", instead of the job's own
     own_drill: bool = False  # the job's own drill is meant for a Ray cluster too
     cluster: str | Path | None = None  # a cluster file: its pools instead of the job's own
     # of a run whose journal is damaged: set that aside, resume from the newest checkpoint

@@ -194,7 +194,7 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
             raise SpecError(f"layout '{layout}': {why}")
         if model.tp_limit % layout.tp:
             more = (
-                "give Program.tp the modules to cut"
+                f"give {'elastic.loop(tp=...)' if spec.script else 'Program.tp'} the modules to cut"
                 if model.tp_limit == 1
                 else "take a tp that divides it"
             )

@@ -14,6 +14,9 @@ from typing import Any
 
 from torch import nn
 
+# methods of a module that give what it consists of
+WEIGHTS = {"parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "modules",
+    "named_modules", "children", "named_children", "get_parameter", "train", "apply"}  # fmt: skip
 ANEW = "a worker that comes later, and a run that is resumed, begin with it anew"
 
 
@@ -24,23 +27,33 @@ def forgotten(frame: FrameType | None, given: Mapping[int, Any]) -> tuple[str, .
         return ()
     where = f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
     here = {**frame.f_globals, **frame.f_locals}
-    objects = {name: type(x).__name__ for name, x in here.items() if _keeps(x, given)}
+    tree = _tree_of(Path(frame.f_code.co_filename))
+    objects = {
+        name: type(x).__name__
+        for name, x in here.items()
+        if _keeps(x, given)
+        and not (tree is not None and _is_frozen(x) and _is_only_called(tree, name, frame.f_lineno))
+    }
     found = [
         f"{where}: {name} ({kind}) has a state_dict() and is not in extra_state: unless it "
         f"stays as it is, {ANEW}; give extra_state={{'{name}': {name}}}"
         for name, kind in objects.items()
     ]
-    try:
-        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes())
-    except (OSError, SyntaxError, ValueError):  # no file, as in a notebook
-        return tuple(found)
-    for name, line in _carried(tree, frame.f_lineno):
+    for name, line in _carried(tree, frame.f_lineno) if tree is not None else ():
         found.append(
             f"{os.path.basename(frame.f_code.co_filename)}, line {line}: {name} is carried from "
             f"step to step: {ANEW}; what must not be lost belongs into an object of extra_state, "
             "or follows from run.step_index"
         )
     return tuple(found)
+
+
+def _tree_of(file: Path) -> ast.Module | None:
+    """None: there is no file, as in a notebook."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
 
 
 def _keeps(value: Any, given: Mapping[int, Any]) -> bool:
@@ -55,6 +68,16 @@ def _keeps(value: Any, given: Mapping[int, Any]) -> bool:
         return bool(value.state_dict())
     except Exception:  # noqa: BLE001 - the user's own code: then nothing is said of it
         return False
+
+
+def _is_frozen(value: Any) -> bool:
+    """A module, as a teacher, that calls of it do not change: nothing in it is trained, nor counted
+    as by a BatchNorm in training mode."""
+    if not isinstance(value, nn.Module) or any(p.requires_grad for p in value.parameters()):
+        return False
+    if not any(module.training for module in value.modules()):
+        return True
+    return {*value.state_dict()} <= {name for name, _ in value.named_parameters()}
 
 
 def taken(model: nn.Module, others: Mapping[str, Any]) -> dict[int, Any]:
@@ -88,6 +111,36 @@ def _carried(tree: ast.Module, line: int) -> Iterator[tuple[str, int]]:
             if itself and name in before and name not in fresh:
                 yield name, at
             fresh.add(name)
+
+
+def _is_only_called(tree: ast.Module, name: str, line: int) -> bool:
+    """Is an object of the script only read where steps are made, behind `line` and in functions:
+    called, or given to a call whose result is taken? An average of the weights is not."""
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    inside = {
+        id(node)
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.FunctionDef | ast.Lambda)
+        for node in ast.walk(scope)
+    }
+    return all(
+        _reads(node, parents)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name)
+        and node.id == name
+        and (node.lineno > line or id(node) in inside)
+    )
+
+
+def _reads(node: ast.Name, parents: Mapping[ast.AST, ast.AST]) -> bool:
+    call = parents.get(node)
+    if isinstance(call, ast.keyword):
+        call = parents.get(call)
+    if isinstance(call, ast.Attribute) and call.attr not in WEIGHTS:  # teacher.encode(x)
+        call = parents.get(call)
+    if not isinstance(call, ast.Call):
+        return False
+    return call.func is node or not isinstance(parents.get(call), ast.Expr)
 
 
 def _runs(scope: ast.AST, line: int) -> set[str]:

@@ -70,7 +70,8 @@ WHY = {
 NOT_DONE = f"elastic does not do it; leave it out, or {OWN_LOOP}"
 # of the Trainer's own arguments
 OF_A_TRAINER = {
-    "compute_metrics": f"the loss of eval_dataset is reported; for more {OWN_LOOP}, with evaluate=",
+    "compute_metrics": "the loss of eval_dataset is reported; leave it out, with "
+    f"preprocess_logits_for_metrics, or {OWN_LOOP}, with evaluate=",
     "preprocess_logits_for_metrics": "there is no compute_metrics; leave it out",
     "compute_loss_func": f"the model's own loss is taken; for another {OWN_LOOP}",
 }
@@ -114,7 +115,7 @@ class PreparedTrainer:
         self._run: Run | None = None
 
     def train(self, resume_from_checkpoint: Any = None, **others: Any) -> Any:
-        """Trains to the end of the job; a TrainOutput, as the Trainer's own gives it."""
+        """Trains to the end of the job; a TrainOutput, whose training_loss is the last step's."""
         from transformers.trainer_utils import TrainOutput
 
         check(self.trainer)
@@ -186,7 +187,8 @@ class PreparedTrainer:
         ):
             if part is not None:
                 part.save_pretrained(folder)
-        print(f"note: {folder} has the config and the tokenizer; {EXPORT}", flush=True)
+        weights = EXPORT.replace("FOLDER", str(folder))
+        print(f"note: {folder} has the config and the tokenizer; {weights} there", flush=True)
 
     def __getattr__(self, name: str) -> Any:
         if name in AFTERWARDS:

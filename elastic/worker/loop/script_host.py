@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from elastic.config.masking import masked_text
-from elastic.errors import ElasticError, ProgramError, SpecError
+from elastic.errors import ElasticError, Interrupted, ProgramError, SpecError
 from elastic.types import Job
 from elastic.user_frames import log_text, raised_at, user_traceback
 from elastic.worker.loop import clipping
@@ -174,6 +174,8 @@ def _tried(source: ScriptSource, first: FirstBatch | None = None) -> tuple[Trial
             source.run()
         except Entered as end:
             why = end.why or why  # what it trains is known
+        except Interrupted:  # no sys.exit of the script: a signal
+            raise
         except Exception as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
             if trial.program is None or is_found(error):
                 told = _refused(source, error, entered=trial.program is not None)

@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ class LoopProgram(Program):
     what the script's dataset gives. `called`: how the script calls its model first, as far as a
     trial has come; `called_before`: without training it, before; `notes`: lines that a person is to
     know of it."""
+
+    of: ClassVar[str] = "elastic.loop: "
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Callable[[Any, Any], Any] | None = None

@@ -81,10 +81,10 @@ def cut_dims(model: nn.Module, program: Program) -> dict[str, int]:
 def check_patterns(model: nn.Module, program: Program) -> None:
     """Raises ProgramError for a pattern that matches no module of the whole model, with the names
     that are near it."""
-    patterns = {pattern: f"Program.tp['{pattern}']" for pattern in program.tp}
+    patterns = {pattern: f"{program.of}tp['{pattern}']" for pattern in program.tp}
     # where the default matches nothing the model has no blocks
     if program.blocks != Program.blocks:
-        patterns |= {one: f"Program.blocks='{one}'" for one in patterns_of(program.blocks)}
+        patterns |= {one: f"{program.of}blocks='{one}'" for one in patterns_of(program.blocks)}
     patterns |= {one: f"Program.experts='{one}'" for one in program.experts}
     for pattern, where in patterns.items():
         if not block_names(model, pattern):
@@ -94,7 +94,7 @@ def check_patterns(model: nn.Module, program: Program) -> None:
             )
     names = block_names(model, program.blocks)
     if not isinstance(program.blocks, str) and (both := _overlap(names)):
-        raise ProgramError(f"Program.blocks={list(program.blocks)} {both}")
+        raise ProgramError(f"{program.of}blocks={list(program.blocks)} {both}")
 
 
 def _overlap(names: list[str]) -> str:
@@ -107,13 +107,14 @@ def _overlap(names: list[str]) -> str:
     return ""
 
 
-def _not_cut(model: nn.Module, styles: dict[str, str]) -> str:
-    """A module that the plan for tp would cut and torch cannot; '' = none."""
+def _not_cut(model: nn.Module, styles: dict[str, str], of: str) -> str:
+    """A module that the plan for tp would cut and torch cannot; '' = none. `of`: as Program has
+    it."""
     for name, style in styles.items():
         module = model.get_submodule(name)
         if CUT.get(style) and not isinstance(module, nn.Linear | nn.Embedding):
             return (
-                f"Program.tp names {name}, a {type(module).__name__}; '{style}' cuts nn.Linear "
+                f"{of}tp names {name}, a {type(module).__name__}; '{style}' cuts nn.Linear "
                 "and nn.Embedding only"
             )
     return ""
@@ -184,7 +185,7 @@ def trace(program: Program) -> ModelProfile:
     n_params = sum(
         math.prod(stored_shape(program, s)) for s in specs if not s.buffer and s.tied_to is None
     )
-    no_tp = _not_cut(model, styles)
+    no_tp = _not_cut(model, styles, program.of)
     limit = program.tp_limit if styles and not no_tp else 1
     for spec in specs:
         if spec.tp_dim is not None:
@@ -216,7 +217,7 @@ def _with_norms(profile: ModelProfile, program: Program, norms: Sequence[StepNor
     no_tp, no_pp = profile.no_tp, profile.no_pp
     no_cp = f"{name}: of parts of samples it has other statistics"
     if OF_A_PART & set(program.tp.values()):
-        no_tp = no_tp or f"{no_cp}, which Program.tp gives it ('sequence', 'scatter' ...)"
+        no_tp = no_tp or f"{no_cp}, which {program.of}tp gives it ('sequence', 'scatter' ...)"
     if not first.group:
         no_pp = no_pp or f"{name}, whose statistics are those of a step, not of its micro-batches"
     return replace(

@@ -153,8 +153,8 @@ def test_a_run_over_a_file_of_tokens_and_with_secret_arguments_is_resumed(folder
 
 
 def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
-    def check(layout: str, profile: ModelProfile) -> None:
-        spec: Any = SimpleNamespace(least_layouts=lambda: [parse_layout(layout)], script="")
+    def check(layout: str, profile: ModelProfile, script: str = "") -> None:
+        spec: Any = SimpleNamespace(least_layouts=lambda: [parse_layout(layout)], script=script)
         spec.each_phase = lambda: [spec]
         resume_checks.check_layouts(spec, profile)
 
@@ -163,6 +163,8 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
         SpecError, match="tp=2, but tp must divide 1 for this model; give Program.tp"
     ):
         check("tp=2", plain)
+    with pytest.raises(SpecError, match=r"give elastic.loop\(tp=...\) the modules to cut"):
+        check("tp=2", plain, script="train.py")
     with pytest.raises(SpecError, match="pp=4, but Program.blocks matches only 2"):
         check("pp=4", plain)
     check("dp_shard=2,pp=2", plain)

@@ -75,6 +75,39 @@ def test_what_a_step_makes_anew_is_not(tmp_path: Path, before: str, body: str) -
     assert notes(tmp_path, before=before, body=body) == []
 
 
+TEACHER = """teacher = copy.deepcopy(model).requires_grad_(False).eval()
+teacher.load_state_dict(model.state_dict())
+def averaged(of):
+    for old, new in zip(of.parameters(), model.parameters()): old.lerp_(new, 0.1)
+def distance(x): return (teacher(x) - run.model(x)).square().sum()"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["distance(x)", "y = teacher(x)", "y = teacher.forward(x)", "y = len(repr(teacher))",
+     "run.log({'far': float(loss_fn(input=teacher(x), target=x))})"],
+)  # fmt: skip
+def test_a_frozen_module_that_is_only_called_is_not(tmp_path: Path, body: str) -> None:
+    assert notes(tmp_path, before=TEACHER, body=body) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "body"),
+    [
+        (TEACHER, "averaged(teacher)"),
+        (TEACHER, "averaged(of=teacher)"),
+        (TEACHER, "teacher.load_state_dict(model.state_dict())"),
+        (TEACHER, "for p in teacher.parameters(): p.add_(1)"),
+        (TEACHER, "teacher.weight.data.add_(1)"),
+        ("teacher = copy.deepcopy(model)", "y = teacher(x)"),  # trained, for all that is known
+        ("teacher = torch.nn.BatchNorm1d(4, affine=False)", "y = teacher(x)"),
+    ],
+)
+def test_an_average_of_the_weights_is_named(tmp_path: Path, before: str, body: str) -> None:
+    (said,) = notes(tmp_path, before=before, body=body)
+    assert ": teacher (" in said and "give extra_state={'teacher': teacher}" in said
+
+
 def test_what_each_epoch_begins_anew_is_not(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     enter = f"run = {LOOP.format('')}.start()\nfor epoch in run.epochs():\n    total = 0.0"

@@ -225,7 +225,8 @@ def test_what_a_trainer_does_afterwards(
     prepared._run = type("Run", (), {"rank": 0})()
     prepared.save_model()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
-    assert "elastic checkpoint export RUN" in capsys.readouterr().out
+    said = f"elastic checkpoint export RUN --to {tmp_path / 'out'}` writes the model there"
+    assert said in capsys.readouterr().out
     with pytest.raises(SpecError, match="it is a int; give a transformers.Trainer"):
         PreparedTrainer(3, {})
     with pytest.raises(

@@ -10,6 +10,7 @@ from torch import nn
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
+from elastic.worker.program.loop_program import LoopProgram, no_loss
 from elastic.worker.program.model_profile import block_names, trace
 
 
@@ -31,10 +32,11 @@ def test_brackets_as_in_file_names(pattern: str, names: list[str]) -> None:
     assert block_names(model, pattern) == names
 
 
+@pytest.mark.parametrize("of", [Program, LoopProgram])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.Linear])
-def test_what_torch_cannot_cut_closes_tp_by_name(kind: type[nn.Module]) -> None:
+def test_what_torch_cannot_cut_closes_tp_by_name(kind: type[nn.Module], of: type[Program]) -> None:
     model = nn.ModuleDict({"up": nn.Conv2d(4, 8, 1) if kind is nn.Conv2d else nn.Linear(4, 8)})
-    program = Program(
+    program = of(
         model=lambda: model,
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1),
         loss=lambda output, batch: output.sum(),
@@ -45,8 +47,22 @@ def test_what_torch_cannot_cut_closes_tp_by_name(kind: type[nn.Module]) -> None:
         assert (found.no_tp, found.tp_limit > 1) == ("", True)
     else:
         assert (found.no_tp, found.tp_limit) == (
-            "Program.tp names up, a Conv2d; 'colwise' cuts nn.Linear and nn.Embedding only", 1
-        )  # fmt: skip
+            f"{'Program.' if of is Program else 'elastic.loop: '}tp names up, a Conv2d; 'colwise' "
+            "cuts nn.Linear and nn.Embedding only",
+            1,
+        )
+
+
+def test_a_pattern_of_a_loop_is_told_as_its_own() -> None:
+    given = {
+        "model": lambda: nn.ModuleDict({"up": nn.Linear(4, 8)}),
+        "optimizer": lambda named: torch.optim.SGD([p for _, p in named], 0.1),
+        "loss": no_loss,
+    }
+    with pytest.raises(ProgramError, match=r"^elastic.loop: tp\['down'\]: no module is named like"):
+        trace(LoopProgram(tp={"down": "colwise"}, **given))
+    with pytest.raises(SpecError, match=r"^elastic.loop: tp\['up'\] is 'sideways'; it must be"):
+        LoopProgram(tp={"up": "sideways"}, **given)
 
 
 def test_what_the_model_raises_is_told_with_its_line() -> None:
