@@ -489,10 +489,10 @@ class Generation:
         n, part = stepper.spans.marks.passed()
         return (*self.groups.arrived(), (DEVICE + part, first, n))
 
-    def collective(self, of: tuple[str, Any] | None) -> InCollective | None:
+    def collective(self, kind: str, group: Any) -> InCollective | None:
         """One of a group whose collectives are counted. From any thread."""
-        named = self.groups.named(of[1]) if of is not None else None
-        return InCollective(of[0], *named) if of is not None and named is not None else None
+        named = self.groups.named(group)
+        return InCollective(kind, *named) if named is not None else None
 
     def calls(self) -> tuple[PartCalls, ...]:
         """What the script has called in this generation. From any thread."""

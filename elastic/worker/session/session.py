@@ -243,7 +243,8 @@ class Session:
         doing: tuple[Doing, str] = ("", "")
         collective: InCollective | None = None
         if still:
-            doing, collective = self._site(), running.collective(waits_in(self._threads()))
+            doing, called = self._site(), waits_in(self._threads())
+            collective = running.collective(*called) if called is not None else None
         calls = running.calls() if still else ()
         arrived = running.arrived()  # behind the others: one that has moved is seen to
         return Beat(messages, running.number, *at, (), arrived, *doing, calls, collective)
