@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-unit test-all chaos fuzz mutants bench race proven lint dashboard dist clean
+.PHONY: help venv run test test-unit test-all audit chaos fuzz mutants bench race proven lint dashboard dist clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV ?= .venv
@@ -38,6 +38,9 @@ test-unit: $(STAMP)  ## tests that need neither Ray nor another process (about 3
 
 test-all: $(STAMP)  ## everything there is; writes what it saw into docs/proven.md
 	@$(BIN)/python tests/tiers.py lint unit e2e whole --record
+
+audit: $(STAMP)  ## secrets in the repository, and known vulnerabilities of pinned packages (says so where PyPI cannot be reached)
+	@$(BIN)/python -m pytest -q -rs -n0 -m "" tests/test_supply.py
 
 lint: $(STAMP)  ## ruff, mypy --strict, import contracts
 	@$(BIN)/python tests/tiers.py lint

@@ -158,9 +158,7 @@ class CloudStorage(ObjectStorage):
             why = _text(error)
             if "Account must be specified" in why:
                 why = "set AZURE_STORAGE_ACCOUNT_NAME to the storage account"
-            raise StorageRefused(
-                f"{self.scheme}://{self.bucket}: no connection can be set up: {why}"
-            ) from error
+            raise self._no_client(why) from error
 
     def _forget_clients(self) -> None:
         _store.cache_clear()

@@ -284,7 +284,13 @@ class ObjectStorage(Storage):
 
     @abstractmethod
     def _client(self) -> Any:
-        """Raises StorageRefused."""
+        """Raises `_no_client`."""
+
+    def _no_client(self, why: str) -> StorageRefused:
+        """Before anything was asked: settings of this machine are wrong."""
+        return StorageRefused(
+            f"{self.scheme}://{self.bucket}: no connection can be set up: {' '.join(why.split())}"
+        )
 
     @abstractmethod
     def _forget_clients(self) -> None:

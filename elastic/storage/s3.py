@@ -132,9 +132,7 @@ class S3Storage(ObjectStorage):
             with _MAKING:
                 return _client(settings, self.patience.connect_s, self.patience.read_s)
         except (aws.BotoCoreError, ValueError) as error:
-            raise StorageRefused(
-                f"s3://{self.bucket}: no connection can be set up: {error}"
-            ) from error
+            raise self._no_client(str(error)) from error
 
     def _forget_clients(self) -> None:
         _client.cache_clear()

@@ -111,3 +111,11 @@ def test_no_credentials(s3: S3Storage, monkeypatch: pytest.MonkeyPatch, proxy: F
     with pytest.raises(StorageRefused, match="there are no credentials; set AWS_ACCESS_KEY_ID"):
         s3.list()
     assert proxy.seen == []
+
+
+def test_an_endpoint_that_is_none(s3: S3Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "nowhere")
+    with pytest.raises(StorageRefused) as raised:
+        s3.list()
+    said = f"s3://{s3.bucket}: no connection can be set up: Invalid endpoint: nowhere"
+    assert str(raised.value) == said

@@ -12,7 +12,6 @@ what they do with others.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,7 +19,7 @@ from itertools import combinations
 from elastic.text import n_of
 from elastic.types import WorkerId
 from elastic.user_frames import BACKWARD
-from elastic.worker.process.doing import DEVICE, PATIENT, Doing
+from elastic.worker.process.doing import DEVICE, PATIENT, Doing, InCollective
 
 Arrived = tuple[tuple[str, int, int], ...]
 
@@ -32,6 +31,7 @@ class RankSite:
     arrived: Arrived = ()
     doing: Doing = ""
     where: str = ""
+    collective: InCollective | None = None
 
 
 def absent_ranks(ranks: Mapping[WorkerId, RankSite], staged: bool) -> dict[WorkerId, str]:
@@ -74,19 +74,25 @@ def absent_ranks(ranks: Mapping[WorkerId, RankSite], staged: bool) -> dict[Worke
     return {} if many else {worker: why + _at(ranks[worker]) for worker, why in found.items()}
 
 
-def unlike_collectives(ranks: Sequence[RankSite]) -> tuple[bool, str]:
-    """Of ranks that all wait in collectives, none of them stages of a pipeline: whether these are
-    surely not the same ones, and in which words; '' = they may be. Ranks that are in the same
-    groups begin the collectives of all of them in one order, so that none can be ahead of another
-    in one group and behind it in a second. One that waits has come to what the others wait for,
-    unless that is another collective; and where all have begun as many they are at one place."""
+def unlike_collectives(ranks: Sequence[RankSite], staged: bool) -> tuple[bool, str]:
+    """Of ranks that all wait in collectives: whether these are surely not the same ones, and in
+    which words; '' = they may be.
+
+    Ranks that are in the same groups begin the collectives of all of them in one order, so that
+    none can be ahead of another in one group and behind it in a second; and what is the fifth of a
+    group for one is the fifth for all. That holds whatever a network loses. One that waits has come
+    to what the others wait for, unless that is another collective; and where all have begun as many
+    they are at one place: but for stages of a pipeline (`staged`), which are at places of their
+    own, and send each other messages in orders of their own."""
     groups: dict[tuple[str, int], dict[int, int]] = {}
     for rank, at in enumerate(ranks):
         for axis, first, n in at.arrived:
             if axis == DEVICE + "own":
                 return False, ""  # its GPU does work of its own, or hangs in it
-            if not axis.startswith(DEVICE):
+            if not axis.startswith(DEVICE) and not (staged and axis == "pp"):
                 groups.setdefault((axis, first), {})[rank] = n
+    if odd := _odd_kinds(groups, ranks):
+        return True, odd
     pairs = combinations(groups.items(), 2)
     for ((axis, _), mine), ((other, _), theirs) in pairs:
         if crossed := _crossed(mine, theirs):
@@ -97,12 +103,28 @@ def unlike_collectives(ranks: Sequence[RankSite]) -> tuple[bool, str]:
             )
     places = {at.where if ", line " in at.where or BACKWARD in at.where else "" for at in ranks}
     uneven = any(len(set(counts.values())) > 1 for counts in groups.values())
-    kinds = {found[1] for at in ranks if (found := re.search(r"\((\w+) of \d", at.where))}
-    if len(places) > 1 or uneven:
-        # as many are begun, of more than one kind; else a network may have lost something
-        sure = not uneven and len(kinds) > 1
-        return sure, "all ranks wait in collectives that are not the same ones"
+    if not staged and (len(places) > 1 or uneven):  # or a network may have lost something
+        return False, "all ranks wait in collectives that are not the same ones"
     return False, ""
+
+
+def _odd_kinds(
+    groups: Mapping[tuple[str, int], Mapping[int, int]], ranks: Sequence[RankSite]
+) -> str:
+    """Two ranks of a group that have begun as many of its collectives, and wait in this last one,
+    which is of one kind on the first and of another on the second; '' = there are none."""
+    for (axis, first), counts in groups.items():
+        seen: dict[int, tuple[int, str]] = {}
+        for rank, n in counts.items():
+            at = ranks[rank].collective
+            if at is None or (at.axis, at.first) != (axis, first):
+                continue
+            one, kind = seen.setdefault(n, (rank, at.kind))
+            if kind != at.kind:
+                return (
+                    f"collective {n} of {axis} is {kind} on rank {one} and {at.kind} on rank {rank}"
+                )
+    return ""
 
 
 def _crossed(mine: Mapping[int, int], theirs: Mapping[int, int]) -> tuple[int, int] | None:

@@ -98,7 +98,8 @@ class Liveness:
             seen.still_s = 0.0
         if moved or beat.phase == "idle" or beat.arrived != seen.at.arrived:
             seen.quiet_s = 0.0
-        seen.at, seen.calls = RankSite(beat.arrived, beat.doing, beat.where), beat.calls
+        seen.at = RankSite(beat.arrived, beat.doing, beat.where, beat.collective)
+        seen.calls = beat.calls
         seen.generation, seen.phase, seen.progress = now
         seen.open, seen.waited_s, seen.told = False, 0.0, False
 
@@ -267,11 +268,11 @@ class Liveness:
         """Of ranks that all wait in collectives: whether these surely do not match, and how; '' =
         they do, as far as can be told. What is not sure gets the time that a rank gets which does
         not come, and in a first step, of which nobody knows how long it takes, that of one
-        collective on a slow network."""
+        collective on a slow network; of stages of a pipeline only what is sure counts."""
         ranks, quiet_s = self._all_waiting(plan)
-        if not ranks or plan.layout.pp > 1 or quiet_s <= self._least_s:
+        if not ranks or quiet_s <= self._least_s:
             return False, ""
-        sure, text = unlike_collectives(ranks)
+        sure, text = unlike_collectives(ranks, plan.layout.pp > 1)
         timed = plan.generation in self.step_time_s
         most_s = self._many_steps_s(plan.generation) if timed else max(self._least_s, STUCK_LEAST_S)
         return sure, text if sure or quiet_s > most_s else ""

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 from elastic.types import Event
 from elastic.worker.process.call_log import PartCalls
-from elastic.worker.process.doing import Doing
+from elastic.worker.process.doing import Doing, InCollective
 
 
 @dataclass(frozen=True)
 class Beat:
     """Answer to a poll. `progress` changes whenever the worker makes progress; `arrived`: see
     Generation.arrived. `doing`, `where`: what a worker is at that has made no progress since the
-    poll before; `calls`: what its script has called."""
+    poll before; `collective`: the one that it
+    waits in, where that is known; `calls`: what its script has called."""
 
     messages: tuple[tuple[int, Event], ...]
     generation: int
@@ -29,6 +30,7 @@ class Beat:
     doing: Doing = ""
     where: str = ""
     calls: tuple[PartCalls, ...] = ()
+    collective: InCollective | None = None
 
 
 class Outbox:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
@@ -28,6 +29,17 @@ PATIENT: dict[Doing, str] = {
     "compiling": "compiles",
     "copying": "stores a copy",
 }
+
+
+@dataclass(frozen=True)
+class InCollective:
+    """Which collective a rank waits in: its kind, as torch calls it, and its group, as
+    `Beat.arrived` names that."""
+
+    kind: str
+    axis: str
+    first: int
+
 
 # by thread, the innermost last, with the frame that said it
 _said: dict[int, list[tuple[FrameType, Said]]] = {}

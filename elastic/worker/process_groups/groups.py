@@ -159,8 +159,8 @@ class Groups:
         # this process's sockets when communicators began to be set up; None: they are not just now
         self._warming: set[int] | None = None
         self._store: Store | None = None
-        # name, first rank, backends of the groups that count
-        self._counted: tuple[tuple[str, int, tuple[Any, ...]], ...] = ()
+        # name, first rank, group and its backends, of the groups that count
+        self._counted: tuple[tuple[str, int, Any, tuple[Any, ...]], ...] = ()
         self._aborted = False
         self._joining = threading.Event()
         self._n_participants = 0
@@ -422,7 +422,7 @@ class Groups:
         if self.pp is not None:
             names[id(self.pp)] = "pp" if self.layout.pp == 2 else ""
         self._counted = tuple(
-            (names[id(group)], ranks[0], self.transport.counters(group))
+            (names[id(group)], ranks[0], group, self.transport.counters(group))
             for group, ranks in self._made
             if len(ranks) > 1 and names.get(id(group))
         )
@@ -436,9 +436,14 @@ class Groups:
             plan = ("plan", self.commit.rank // row * row, self.commit.n_begun)
             return (plan,) * (self.commit.size > 1) + tuple(
                 (name, first, sum(backend._get_sequence_number_for_group() for backend in backends))
-                for name, first, backends in self._counted
+                for name, first, _, backends in self._counted
             )
         return ()
+
+    def named(self, group: dist.ProcessGroup | None) -> tuple[str, int] | None:
+        """Axis and first rank, as `arrived` names it; None: it is none of those that count."""
+        asked = self._world if group is None else group
+        return next(((name, first) for name, first, one, _ in self._counted if one is asked), None)
 
     def _share_addresses(self, me: int) -> None:
         """Tells those that this rank has a connection to where it listens: by that `abort` knows

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from elastic.types.rank_timing import RankTimes
 from elastic.worker.parallel.dtensor_random import settle_random
 from elastic.worker.parallel.model_options import needs_fsdp
 from elastic.worker.process.call_log import PartCalls
-from elastic.worker.process.doing import DEVICE, doing
+from elastic.worker.process.doing import DEVICE, InCollective, doing
 from elastic.worker.process.readback import pinned
 from elastic.worker.process.side_stream import run_on
 from elastic.worker.process_groups.axis_ranges import axis_range
@@ -487,6 +488,11 @@ class Generation:
         first = rank_of(layout, replace(stepper.at, cp=0, tp=0))
         n, part = stepper.spans.marks.passed()
         return (*self.groups.arrived(), (DEVICE + part, first, n))
+
+    def collective(self, kind: str, group: Any) -> InCollective | None:
+        """One of a group whose collectives are counted. From any thread."""
+        named = self.groups.named(group)
+        return InCollective(kind, *named) if named is not None else None
 
     def calls(self) -> tuple[PartCalls, ...]:
         """What the script has called in this generation. From any thread."""

@@ -50,14 +50,14 @@ from elastic.worker.process.allocator import settle_allocator, settle_cuda_alloc
 from elastic.worker.process.beat import Beat, Outbox
 from elastic.worker.process.cuda_errors import holds_lost, is_assert
 from elastic.worker.process.cut_off import CutOff, CutStorage
-from elastic.worker.process.doing import WAITING, Doing
+from elastic.worker.process.doing import WAITING, Doing, InCollective
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process_groups.reach import ANSWER_S, LATE_S, PeersUnreached
 from elastic.worker.session.generation import Generation, groups_of
 from elastic.worker.session.groups_ahead import GroupsAhead
 from elastic.worker.session.loss_probe import LayoutDiffers
 from elastic.worker.session.preparation import Preparation, default_device
-from elastic.worker.session.stall_site import stall_site
+from elastic.worker.session.stall_site import stall_site, waits_in
 from elastic.worker.session.worker_errors import kind_of, print_error, text_of
 from elastic.worker.session.workplace import EnterOrder, Workplace, live_step
 from elastic.worker.step.faulty_rank import Tripped
@@ -241,15 +241,21 @@ class Session:
         if running is None:
             return Beat(messages, 0, *at)
         doing: tuple[Doing, str] = ("", "")
+        collective: InCollective | None = None
         if still:
-            doing = self._site()
+            doing, called = self._site(), waits_in(self._threads())
+            collective = running.collective(*called) if called is not None else None
         calls = running.calls() if still else ()
-        return Beat(messages, running.number, *at, (), running.arrived(), *doing, calls)
+        arrived = running.arrived()  # behind the others: one that has moved is seen to
+        return Beat(messages, running.number, *at, (), arrived, *doing, calls, collective)
 
     def _site(self) -> tuple[Doing, str]:
-        """Of the training thread, else of that of a script."""
+        return stall_site(self._threads())
+
+    def _threads(self) -> list[threading.Thread]:
+        """The training thread, and that of a script."""
         scripts = [thread for thread in threading.enumerate() if thread.name == SCRIPT_THREAD]
-        return stall_site([self._thread, *scripts])
+        return [self._thread, *scripts]
 
     def _note_stood(self, generation: int, where: str) -> None:
         """The first word counts: what comes later comes of the abort."""

@@ -4,11 +4,12 @@ line."""
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import threading
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +21,7 @@ HERE = f"{PACKAGE}{os.sep}"
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 FRAMES_MOST = 200
 AROUND = "/torch/distributed/c10d_logger.py"
+MESSAGE = re.compile("send|recv")  # one rank sends what the other receives
 
 
 def stall_site(threads: Iterable[threading.Thread]) -> tuple[Doing, str]:
@@ -31,6 +33,23 @@ def stall_site(threads: Iterable[threading.Thread]) -> tuple[Doing, str]:
             if frame is not None and (found := _site(frame, said(thread.ident or 0))) is not None:
                 return found
     return "", ""
+
+
+def waits_in(threads: Iterable[threading.Thread]) -> tuple[str, Any] | None:
+    """The collective that the first of the threads waits in that is in one: as torch calls it, and
+    its group (None = of all). Not a message from one rank to another."""
+    with innermost_frames() as frames:
+        for thread in threads:
+            call: FrameType | None = None
+            for frame, _ in _outwards(frames.get(thread.ident or 0)):
+                file = frame.f_code.co_filename
+                if file.endswith(COLLECTIVES):
+                    call = frame
+                elif call is not None and not file.endswith(AROUND):
+                    break
+            if call is not None and not MESSAGE.search(call.f_code.co_name):
+                return call.f_code.co_name, call.f_locals.get("group")
+    return None
 
 
 def _site(frame: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doing, str] | None:

@@ -75,13 +75,15 @@ class LinkedRank(SessionProcess):
 
     def __init__(self, pipe: RankLink) -> None:
         self.pipe: Any = pipe
+        self._put = put_into(pipe)
 
     @property
     def ended(self) -> bool:
         return bool(self.pipe.closed)
 
     def send(self, word: Any) -> None:
-        self.pipe.send(Said(0, word))
+        """From any thread."""
+        self._put(Said(0, word))
 
     def end(self) -> None:
         self.pipe.close()

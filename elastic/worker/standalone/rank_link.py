@@ -56,6 +56,11 @@ class StandaloneResult:
 
 
 @dataclass(frozen=True)
+class SignOfLife:
+    """Rank 0 is there, whether it has orders or not."""
+
+
+@dataclass(frozen=True)
 class EndOfRun:
     """What rank 0 tells the others at the end: the result, or what it has raised."""
 
@@ -66,7 +71,16 @@ class EndOfRun:
 
 WORDS: dict[str, type] = {
     cls.__name__: cls
-    for cls in (Beat, CommittedCheckpoint, EndOfRun, StopAsked, WorkerId, WorkerOrder, WriteShard)
+    for cls in (
+        Beat,
+        CommittedCheckpoint,
+        EndOfRun,
+        SignOfLife,
+        StopAsked,
+        WorkerId,
+        WorkerOrder,
+        WriteShard,
+    )  # fmt: skip
 }
 
 

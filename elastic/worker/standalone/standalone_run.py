@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,12 +75,18 @@ from elastic.worker.standalone.process_backend import (
     ProcessBackend,
     RankLost,
 )
-from elastic.worker.standalone.rank_link import CommittedCheckpoint, EndOfRun, StandaloneResult
+from elastic.worker.standalone.rank_link import (
+    CommittedCheckpoint,
+    EndOfRun,
+    SignOfLife,
+    StandaloneResult,
+)
 from elastic.worker.standalone.told_beside import ToldBeside, is_asked
 
 TICK_S = 0.1
 MEET_MOST_S = 300.0
 GOODBYE_S = 10.0
+ALIVE_EVERY_S = 10.0  # rank 0 has no orders for hours while all train
 TOLD = StepDone | Evaluated | CopyFailed | PlanEntered | GuardTripped | WrongNumbers
 OTHERS = "another rank was told to stop"
 
@@ -253,6 +259,8 @@ class StandaloneRun:
         self._passes_on(ask)
         while True:
             try:
+                if not link.poll(self.spec.orphan_lease_s):
+                    return self._without_rank_0(meeting, silent=True)
                 word = link.recv().what
             except (EOFError, OSError):
                 return self._without_rank_0(meeting)
@@ -273,9 +281,19 @@ class StandaloneRun:
         if isinstance(event, WorkerFailed):
             self._failure = event  # one before it was recovered from
 
-    def _without_rank_0(self, meeting: Meeting) -> StandaloneResult:
+    def _without_rank_0(self, meeting: Meeting, silent: bool = False) -> StandaloneResult:
+        """`silent`: its connection stands. Nobody else says so then, and that a collective has
+        waited in vain comes of it."""
         gone = WorkerFailed(meeting.worker, 0, "collective", "rank 0 is gone")
-        self._failure = self._failure or gone
+        if silent:
+            why = (
+                f"rank 0 has given no sign of life for {self.spec.orphan_lease_s:.0f} s "
+                "(orphan_lease_s): its process is stopped, or its host hangs; ranks that are "
+                "started anew continue from the newest checkpoint"
+            )
+            gone = WorkerFailed(meeting.worker, 0, "process", why)
+        if self._failure is None or (silent and self._failure.kind == "collective"):
+            self._failure = gone
         return StandaloneResult(
             self.name, "failed", self._failure.error, 0, str(self.layout), self.me.world_size
         )
@@ -288,12 +306,16 @@ class StandaloneRun:
         hosted = SessionProcesses(
             len(ranks), ranks.__getitem__, self.me.host, list(meeting.workers), ranks
         )
+        others, ended = ranks[1:], threading.Event()
+        threading.Thread(target=_live, args=(others, ended), name="alive", daemon=True).start()
         try:
             result = self._driven(meeting, hosted, own)
         except BaseException as error:
             code = error.exit_code if isinstance(error, ElasticError) else 1
             _goodbye(hosted, EndOfRun(None, " ".join(str(error).split()), code))
             raise
+        finally:
+            ended.set()
         _goodbye(hosted, EndOfRun(result))
         own.pipe.close()
         return result
@@ -432,6 +454,13 @@ class StandaloneRun:
 def _forward(session: Session, put: Put) -> None:
     with suppress(OSError):  # rank 0 is gone: the thread that reads says so
         forward(session, put)
+
+
+def _live(others: Sequence[SessionProcess], ended: threading.Event) -> None:
+    while not ended.wait(ALIVE_EVERY_S):
+        for rank in others:
+            with suppress(OSError):  # who is gone is lost anyway
+                rank.send(SignOfLife())
 
 
 def _goodbye(hosted: SessionProcesses, word: EndOfRun) -> None:

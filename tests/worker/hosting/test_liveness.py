@@ -8,7 +8,7 @@ from elastic.types import Layout, Plan, WorkerFailed, WorkerId
 from elastic.worker.hosting.absent_ranks import Arrived
 from elastic.worker.hosting.liveness import Liveness
 from elastic.worker.process.call_log import PartCalls
-from elastic.worker.process.doing import Doing
+from elastic.worker.process.doing import Doing, InCollective
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
 
@@ -22,6 +22,7 @@ class Beat:
     doing: Doing = ""
     where: str = ""
     calls: tuple[PartCalls, ...] = ()
+    collective: InCollective | None = None
 
 
 class Run:
@@ -266,10 +267,12 @@ def test_collectives_that_do_not_match_are_told_from_a_rank_that_does_not_come()
     assert isinstance(failed, WorkerFailed) and failed.kind == "mismatch"
     said = "rank 1 has begun 8 collectives of fsdp and 1 of plan, rank 0 7 and 2"
     assert failed.error == said and not after(9, *crossed)
-    assert not after(11, *crossed, pp=2), "stages are not in the same groups"
+    (failed,) = after(11, *crossed, pp=2)
+    assert isinstance(failed, WorkerFailed) and (failed.kind, failed.error) == ("mismatch", said)
     places = beat(8, 1, where="m.py, line 3"), beat(8, 1, where="its backward pass")
     assert not after(14, *places), "fifteen of its steps"
     assert [failed.kind for failed in after(16, *places)] == ["collective"], "a network's, perhaps"
+    assert not after(16, *places, pp=2), "stages are at places of their own"
     assert not after(16, places[0], beat(8, 1, "own")), "one may still come"
     assert not after(29, *places, timed=False) and after(11, *crossed, timed=False)
     assert [failed.kind for failed in after(31, *places, timed=False)] == ["collective"]

@@ -18,7 +18,7 @@ from support.waiting import until
 import elastic
 from elastic.worker.loop.handoff import Handoff
 from elastic.worker.process.doing import Doing, Said, doing, said
-from elastic.worker.session.stall_site import stall_site
+from elastic.worker.session.stall_site import stall_site, waits_in
 
 BODY = """
 def wait(event, told):
@@ -124,6 +124,29 @@ def test_a_collective_that_a_script_calls_itself_has_the_scripts_line() -> None:
     )
     with thread_in(in_file(SCRIPT, "within"), nullcontext(), names["wait"]) as t:
         assert stall_site([t])[0] == "others"
+
+
+def call_of(name: str, group: object) -> Callable[..., None]:
+    """A function of torch's file of collectives, called so with this group."""
+    names: dict[str, Any] = {"given": group}
+    text = f"def {name}(event, told, group=given):\n told.set()\n event.wait()"
+    exec(compile(text, C10D, "exec"), names)
+    return names[name]
+
+
+def test_which_collective_of_which_group() -> None:
+    """Whoever calls it; not a message from one rank to another, nor work of this rank."""
+    group, idle = object(), threading.Thread()
+    fsdp = in_file(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "within")
+    with thread_in(fsdp, nullcontext(), call_of("all_gather", group)) as t:
+        assert waits_in([idle, t]) == ("all_gather", group)
+    around = in_file(LOGGER, "within"), nullcontext()
+    with thread_in(fsdp, nullcontext(), *around, call_of("barrier", None)) as t:
+        assert waits_in([t]) == ("barrier", None)
+    with thread_in(fsdp, nullcontext(), call_of("batch_isend_irecv", group)) as t:
+        assert waits_in([t]) is None
+    with thread_in(in_file(SCRIPT)) as t:
+        assert waits_in([t]) is None
 
 
 def test_those_files_are_there() -> None:

@@ -29,10 +29,12 @@ from elastic.types import (
 from elastic.types.orders import Rendezvous, WorkerOrder, WriteShard
 from elastic.worker.hosting.served_session import Said
 from elastic.worker.process.beat import Beat
+from elastic.worker.process.doing import InCollective
 from elastic.worker.standalone.rank_link import (
     CommittedCheckpoint,
     EndOfRun,
     RankLink,
+    SignOfLife,
     StandaloneResult,
 )
 
@@ -54,12 +56,24 @@ WORDS: list[Any] = [
     WorkerOrder(Prepare("node-0")),
     WorkerOrder(RollForward(3, 9, (math.inf, 1.0))),
     WorkerOrder(WriteShard(PLAN, 9, 1)),
-    Beat(tuple(enumerate(EVENTS, 1)), 3, "stepping", 9, 17, 4711, (), (("dp", 0, 3),), "others"),
+    Beat(
+        tuple(enumerate(EVENTS, 1)),
+        3,
+        "stepping",
+        9,
+        17,
+        4711,
+        (),
+        (("dp", 0, 3),),
+        "others",
+        collective=InCollective("all_reduce", "dp", 0),
+    ),
     StopAsked("enough"),
     ME,
     CommittedCheckpoint(9, "/runs/r/9", {"train_loss": 3.5, "step": 9}),
     EndOfRun(StandaloneResult("r", "stopped", "enough", 9, final_loss=3.25)),
     EndOfRun(None, "no", 2),
+    SignOfLife(),
 ]
 
 
