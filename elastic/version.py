@@ -4,7 +4,6 @@ Imports none of it."""
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -13,6 +12,8 @@ PACKAGE = Path(__file__).resolve().parent  # the folder of this package
 
 def versions() -> dict[str, str]:
     """Builds of torch for CPU and for CUDA count as one."""
+    from importlib import metadata
+
     found = {"elastic": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     try:
         found["torch"] = metadata.version("torch").partition("+")[0]

@@ -1,8 +1,7 @@
-"""Orders to a live run (stop, drill, profile), left in its inbox; which process drives a run."""
+"""Orders to a live run (stop, drill, profile), left in its inbox."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,7 @@ from elastic.catalog.bounded_yaml import yaml_of
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError
-from elastic.ledger.holder import Machine, started
+from elastic.ledger.lease import holder as holder
 from elastic.ledger.lease import newest
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
@@ -20,16 +19,6 @@ from elastic.observe.run_view import View
 from elastic.policy.profiling import ranks_of, too_late
 from elastic.storage import Storage
 from elastic.worker.hosting.inbox import profile_order
-
-
-def holder(run: Storage) -> str:
-    """Who drives the run now, as `process 12 on host`; '' = nobody."""
-    sign = newest(run)
-    if sign is None or sign.released:
-        return ""
-    here = sign.boot == Machine.here().boot
-    alive = started(sign.pid) == sign.started if here else time.time() - sign.at_s <= sign.ttl_s
-    return f"process {sign.pid} on {sign.host}" if alive else ""
 
 
 def stop(run: Storage, reason: str) -> None:

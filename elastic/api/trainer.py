@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic.api.checkpoints import Import, import_into
+from elastic.api.checkpoint_actions import Import, import_into
 from elastic.api.running.entry import run_train_function
 from elastic.api.running.options import RUN_NAME, Options, ray_address
 from elastic.api.running.program_file import file_of

@@ -1,26 +1,14 @@
-"""`elastic`: main(), and all commands in the order of --help. Importing this module imports neither
-torch nor ray."""
+"""`elastic`: main(), and all commands in the order of --help. What a command does not need is not
+imported for it; neither torch nor ray is for any before it begins."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from elastic import __version__
-from elastic.certify import certify_command as certify
-from elastic.cli import (
-    checkpoint_commands,
-    cluster_commands,
-    init_command,
-    order_commands,
-    plan_command,
-    profile_command,
-    read_commands,
-    run_command,
-    simulate_command,
-    why_command,
-)
 from elastic.cli.parser import Parser, carry_out, verb
 
 EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where),
@@ -33,6 +21,19 @@ or how its name begins, or the name of a job: its newest run.
 Runs are stored in ./elastic_runs, unless the job's `storage`, --storage or $ELASTIC_STORAGE says
 otherwise."""
 
+GROUPS = {  # file of elastic.cli -> its verbs
+    "init_command": ("init",),
+    "run_command": ("run",),
+    "plan_command": ("plan",),
+    "simulate_command": ("simulate",),
+    "read_commands": ("ls", "status", "ledger", "report", "replay", "logs", "doctor", "dashboard"),
+    "why_command": ("why",),
+    "order_commands": ("stop", "drill"),
+    "checkpoint_commands": ("checkpoint",),
+    "cluster_commands": ("prices", "cluster"),
+    "profile_command": ("profile",),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
@@ -40,11 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # what follows belongs to the user's script
     cut = words.index("--") if "--" in words else len(words)
     return carry_out(
-        parser().parse_args(words[:cut], argparse.Namespace(args=words[cut + 1 :], words=words))
+        parser(words[:1]).parse_args(
+            words[:cut], argparse.Namespace(args=words[cut + 1 :], words=words)
+        )
     )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(wanted: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Of the first word where that is a verb, else of all verbs."""
     top = Parser(
         prog="elastic",
         description="Elastic training on Ray: the run keeps going while nodes join and leave.",
@@ -55,18 +59,11 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
-    for group in (
-        init_command,
-        run_command,
-        plan_command,
-        simulate_command,
-        read_commands,
-        why_command,
-        order_commands,
-        checkpoint_commands,
-        cluster_commands,
-        profile_command,
-    ):
-        group.add(verbs)
-    certify.add_arguments(verb(verbs, "certify", certify.run, about=certify.ABOUT))
+    chosen = [name for name, those in GROUPS.items() if {*those} & {*wanted}]
+    for name in chosen or ([] if [*wanted] == ["certify"] else GROUPS):
+        import_module(f"elastic.cli.{name}").add(verbs)
+    if not chosen:
+        from elastic.certify import certify_command as certify
+
+        certify.add_arguments(verb(verbs, "certify", certify.run, about=certify.ABOUT))
     return top

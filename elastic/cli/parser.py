@@ -10,13 +10,14 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic.errors import ElasticError, Interrupted, SpecError, alike, in_one_line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
 RUN = "run name (or how it begins, or the job's name: its newest run), its folder or its URI"
@@ -134,9 +135,13 @@ def show(given: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
 def drawn_on() -> Console | None:
     """The terminal that tables can be drawn on; None: lines are what is wanted, or all that is
     shown."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
     console = Console(highlight=False)
-    drawn = sys.stdout.isatty() and not console.is_dumb_terminal
-    return console if drawn and console.encoding.startswith("utf") else None
+    drawn = not console.is_dumb_terminal and console.encoding.startswith("utf")
+    return console if drawn else None
 
 
 def carry_out(given: argparse.Namespace) -> int:

@@ -16,11 +16,8 @@ from elastic.api.diagnose import communicated, diagnosed
 from elastic.cli.parser import RUN, drawn_on, natural, opened, run_verb, show, verb
 from elastic.errors import JournalDamaged, SpecError
 from elastic.observe import find_runs, logs, run_tables
-from elastic.observe.diagnosis import doctor
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
-from elastic.observe.reporting import report
 from elastic.observe.reporting.run_seen import seen_of_run
-from elastic.observe.status_picture import StatusPicture
 from elastic.text import n_of
 
 
@@ -115,6 +112,8 @@ def _status(given: argparse.Namespace) -> int:
     again = "" if given.json or holder else find_runs.resuming(run, view.job)
     resumed = f"to resume it: {again}" if again and view.phase != "succeeded" else ""
     if not given.json and (console := drawn_on()) is not None:
+        from elastic.observe.status_picture import StatusPicture
+
         console.print(StatusPicture(seen, holder, found))
         if resumed:
             print(resumed)
@@ -128,11 +127,15 @@ def _status(given: argparse.Namespace) -> int:
 
 
 def _ledger(given: argparse.Namespace) -> int:
+    from elastic.observe.reporting import report
+
     show(given, *report.ledger(find_runs.lines_of(opened(given))))
     return 0
 
 
 def _report(given: argparse.Namespace) -> int:
+    from elastic.observe.reporting import report
+
     if given.csv is not None and (given.json or given.html):
         raise SpecError("--csv and --json or --html are two ways at once; give one of them")
     if given.run is None and given.csv and not given.csv.endswith(".csv"):
@@ -206,6 +209,8 @@ def _logs(given: argparse.Namespace) -> int:
 
 
 def _doctor(given: argparse.Namespace) -> int:
+    from elastic.observe.diagnosis import doctor
+
     if given.run:
         run = opened(given)
         seen = seen_of_run(run)

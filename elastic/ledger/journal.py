@@ -34,7 +34,7 @@ from elastic.config.masking import masked, masked_text
 from elastic.errors import InternalError, JournalDamaged, SpecError
 from elastic.ledger.append_file import Appender
 from elastic.ledger.segments import GO_ON, Segments
-from elastic.types import Decision, EnterPlan, Event, Job, RollForward, StepDone, Stop
+from elastic.types import Decision, EnterPlan, Event, Job, NodeLoadSeen, RollForward, StepDone, Stop
 from elastic.types.replacing import made
 
 T = TypeVar("T")
@@ -42,7 +42,8 @@ VERSION = 1
 VERSION_OF_STATE = 2  # of a line that holds a State
 # a line with one of these is stored before it is carried out
 PLAN_CHANGES = (EnterPlan, RollForward, Stop)
-MERGE_S = 1.0  # ticks that hold only StepDone become at most one line in this time
+MERGE_S = 1.0  # ticks that hold only these become at most one line in this time
+QUIET = (StepDone, NodeLoadSeen)
 
 CLASSES: dict[str, type] = {
     name: cls for name, cls in vars(types).items() if isinstance(cls, type) and types.is_noun(cls)
@@ -411,10 +412,10 @@ class Journal:
     def append(
         self, at_s: float, events: Sequence[tuple[float, Event]], decision: Decision | None = None
     ) -> None:
-        """One tick. Ticks of only StepDone, without actions, are held back and merged for up to
-        MERGE_S."""
+        """One tick. Ticks of only steps and loads, without actions, are held back and merged for up
+        to MERGE_S."""
         quiet = decision is None or not decision.actions
-        if events and quiet and all(isinstance(event, StepDone) for _, event in events):
+        if events and quiet and all(isinstance(event, QUIET) for _, event in events):
             self._pending += events
             self._pending_decision = decision
             if at_s >= self._pending[0][0] + MERGE_S:

@@ -303,6 +303,16 @@ def newest(storage: Storage) -> Sign | None:
     )
 
 
+def holder(run: Storage) -> str:
+    """Who drives the run now, as `process 12 on host`; '' = nobody."""
+    sign = newest(run)
+    if sign is None or sign.released:
+        return ""
+    here = sign.boot == Machine.here().boot
+    alive = started(sign.pid) == sign.started if here else time.time() - sign.at_s <= sign.ttl_s
+    return f"process {sign.pid} on {sign.host}" if alive else ""
+
+
 def sign_at(storage: Storage, key: str) -> Sign | None:
     """None = something else stands there. Raises FileNotFoundError."""
     try:

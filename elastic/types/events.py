@@ -528,6 +528,26 @@ class DeviceNoted(Event):
 
 
 @dataclass(frozen=True)
+class NodeLoadSeen(Event):
+    """How busy the node's machine was since its report before, whoever used it: `cpu_share` of all
+    its cores. `worker_bytes`: resident memory of the worker that tells it, the node's first. Of the
+    GPUs that its NVML shows the mean share of time in which they computed, memory and power of all,
+    and the temperature of the hottest; None = not told."""
+
+    node_id: str
+    cpu_share: float
+    memory_free_bytes: int
+    memory_size_bytes: int
+    worker_bytes: int
+    n_gpus: int = 0
+    gpu_share: float | None = None
+    gpu_memory_bytes: int | None = None
+    gpu_memory_size_bytes: int | None = None
+    gpu_power_w: float | None = None
+    gpu_celsius: float | None = None
+
+
+@dataclass(frozen=True)
 class PinningFailed(Event):
     """The worker could not have pinned host memory (told once in its life): its host copies are in
     pageable memory from now on, and go to and from the GPU more slowly. `reason`: what was asked

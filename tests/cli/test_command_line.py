@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from support.places import PROGRAMS, ROOT
 from elastic import api
 from elastic.api.running.run import JobRun
 from elastic.cli import command_line, read_commands
-from elastic.cli.command_line import main, parser
+from elastic.cli.command_line import GROUPS, main, parser
 from elastic.config.job import JobSpec
 from elastic.driver import interruptible
 from elastic.errors import Interrupted, SpecError
@@ -38,6 +39,19 @@ try:
     main(["--help"])
 finally:
     print("brought:", *sorted({"torch", "ray"} & set(sys.modules)))
+"""
+
+READING = """
+import sys
+from elastic.cli.command_line import main
+HEAVY = {
+    "torch", "ray", "boto3", "botocore", "pandas", "pydantic", "yaml", "asyncio", "starlette",
+    "matplotlib", "elastic.driver", "elastic.sim", "elastic.policy.decide", "elastic.api.running",
+    "elastic.cluster.backend", "elastic.worker.session", "elastic.scenarios",
+}
+for words in (["ls"], ["status", "tiny-1", "--json"], ["why", "tiny-1"]):
+    code = main(words)
+    print("brought:", words[0], code, *sorted(HEAVY & set(sys.modules)))
 """
 
 
@@ -231,6 +245,37 @@ def test_help_brings_neither_torch_nor_ray() -> None:
     assert done.stdout.startswith("usage: elastic") and done.stdout.endswith("brought:\n"), (
         done.stderr
     )
+
+
+def test_looking_at_a_run_brings_nothing_that_trains_or_plans_one(storage: Path) -> None:
+    """Whoever asks for the status every few seconds pays for its imports each time."""
+    done = subprocess.run(
+        [sys.executable, "-c", READING],
+        capture_output=True,
+        text=True,
+        cwd=storage.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    brought = [line for line in done.stdout.splitlines() if line.startswith("brought:")]
+    assert brought == ["brought: ls 0", "brought: status 0", "brought: why 0"], done.stderr
+
+
+def test_of_a_verb_only_its_own_file_is_imported_and_no_verb_has_two() -> None:
+    every = dict(handlers(parser()))
+    words = {name.split()[0] for name in every}
+    alone = dict(entry for word in words for entry in handlers(parser([word])))
+    assert alone.keys() == every.keys()
+    for name, verbs in GROUPS.items():
+        assert {w.split()[0] for w, _ in handlers(parser(verbs[:1]))} == {*verbs}, name
+
+
+def test_each_name_of_the_api_stands_where_it_is_looked_for() -> None:
+    listed = [name for names in api.HOMES.values() for name in names]
+    assert sorted(listed) == sorted(api.__all__)
+    for name in api.__all__:
+        assert getattr(api, name).__name__ == name
+    with pytest.raises(AttributeError, match=r"module 'elastic\.api' has no attribute 'runn'"):
+        api.runn  # noqa: B018
 
 
 def handlers(of: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from support.child import child
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.api.dashboard import DashboardBeside
+from elastic.api.show_dashboard import DashboardBeside
 from elastic.cli.command_line import main
 from elastic.ledger.run_folder import RunFolder
 from elastic.storage import LocalStorage

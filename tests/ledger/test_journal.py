@@ -42,6 +42,7 @@ from elastic.types import (
     Event,
     Layout,
     ModelProfile,
+    NodeLoadSeen,
     NodeLost,
     NodeReady,
     Plan,
@@ -215,6 +216,16 @@ def test_ticks_of_steps_are_merged_to_one_line_a_second_and_none_is_dropped(tmp_
         for at_s, e in line.events
         if isinstance(e, StepDone)
     )
+
+
+def test_the_load_of_a_node_makes_no_line_of_its_own(tmp_path: Path) -> None:
+    load = NodeLoadSeen("a", 0.5, 1, 2, 3)
+    journal = Journal(tmp_path / "j", 1)
+    for n, event in enumerate((step(1), load, step(2))):
+        journal.append(n / 10, [(n / 10, event)], Decision())
+    journal.close()
+    (line,) = read(tmp_path / "j")
+    assert [event for _, event in line.events] == [step(1), load, step(2)]
 
 
 def test_steps_with_an_order_are_not_held_back(tmp_path: Path) -> None:

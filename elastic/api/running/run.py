@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from elastic.api.dashboard import DashboardBeside
 from elastic.api.diagnose import communicated, diagnosed
 from elastic.api.planning.plan_nodes import known_of
 from elastic.api.running import sample_check
@@ -22,6 +21,7 @@ from elastic.api.running.local_pools import adapted
 from elastic.api.running.observers import Observers
 from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
 from elastic.api.running.start_checks import check_drill, paid_until_s
+from elastic.api.show_dashboard import DashboardBeside
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec
 from elastic.config.pool_checks import check_budget, check_fit, fed

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
-from elastic.driver import LINE_EVERY_S
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.text import n_of
@@ -18,6 +17,7 @@ def paid_until_s(before: Sequence[Line], orphan_lease_s: float, embedded: bool) 
     a line was due, its workers leave after their lease. One that has ended the run has given them
     back. None = there was no driver."""
     from elastic.cluster.nodes.demand import LEAVE_MOST_S
+    from elastic.driver import LINE_EVERY_S
 
     if not before:
         return None

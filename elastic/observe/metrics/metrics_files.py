@@ -14,9 +14,18 @@ from elastic.ledger.heard_lines import HeardLines
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.metrics.metrics_csv import CSV, MetricsCsv
+from elastic.observe.metrics.run_numbers import over_nodes
 from elastic.observe.metrics.step_rows import Row, row
 from elastic.observe.metrics.tensorboard_files import TensorBoardFiles
-from elastic.types import EnterPlan, Evaluated, PlanEntered, PlansFound, StepDone
+from elastic.types import (
+    EnterPlan,
+    Evaluated,
+    NodeLoadSeen,
+    NodeLost,
+    PlanEntered,
+    PlansFound,
+    StepDone,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +51,8 @@ class MetricsFiles:
         self._workers: dict[int, int] = {}  # generation -> how many
         self._generation = self._tokens = self._step = 0
         self._tokens_at: deque[tuple[int, int]] = deque(maxlen=STEPS_KEPT)  # step, tokens up to it
+        self._loads: dict[str, NodeLoadSeen] = {}  # by node, the newest
+        self._loaded = False  # it is to be drawn with the next step
         self._live = False  # False: what is read was told by an earlier driver
         self._draws = False  # in TensorBoard
         self._flushed_s = self._kept_s = time.monotonic()
@@ -118,6 +129,10 @@ class MetricsFiles:
                     self._undone_after(event.step)
                 case Evaluated():
                     self._evaluated(event, at_s)
+                case NodeLoadSeen(node_id):
+                    self._loads[node_id], self._loaded = event, True
+                case NodeLost(node_id):
+                    self._loads.pop(node_id, None)
                 case PlansFound(plans):
                     self._workers |= {plan.generation: len(plan.ranks) for plan in plans}
                 case _:
@@ -167,6 +182,10 @@ class MetricsFiles:
         self._to_csv(lambda csv: csv.add(rows))
         if self._draws:
             self._to_board(lambda board: board.add_rows(rows))
+            if rows and self._loaded:
+                self._loaded, seen = False, over_nodes([*self._loads.values()])
+                at = rows[-1]["step"], rows[-1]["at_s"]
+                self._to_board(lambda board: board.add_values(*at, seen, part="system"))
         for one in rows if self._live else ():
             self._tell(one)
 

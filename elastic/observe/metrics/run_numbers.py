@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import get_args
 
 from elastic.observe.accounting.accounts import Account, Books
@@ -19,6 +20,7 @@ from elastic.types import (
     Evaluated,
     Event,
     GuardTripped,
+    NodeLoadSeen,
     NodeLost,
     Notice,
     RequestFailed,
@@ -57,6 +59,8 @@ class RunNumbers:
     validation_loss: float | None = None
     saved: CopyStored | None = None
     saved_at_s: float = 0.0
+    loads: dict[str, NodeLoadSeen] = field(default_factory=dict)  # by node, the newest
+    load_at_s: float = 0.0  # when the newest came
     counted: Counter[tuple[str, Labels]] = field(default_factory=Counter)
     _n_transitions: int = 0  # that are counted
 
@@ -66,6 +70,8 @@ class RunNumbers:
         self.books.take(change)
         if self.state.pools != before.pools:
             self._begin_pools()
+        if isinstance(change.event, NodeLost):
+            self.loads.pop(change.event.node_id, None)
         if change.event is not None:
             self._count(change.event, before, change.at_s)
         self._count_transitions()
@@ -87,11 +93,18 @@ class RunNumbers:
         found = self.books.timing.transitions
         return found[-1] if found else None
 
+    def system(self) -> dict[str, float]:
+        """Of all nodes that have told their load; see `over_nodes`."""
+        return over_nodes(
+            [self.loads[n.node_id] for n in self.state.alive if n.node_id in self.loads]
+        )
+
     def samples(self) -> list[Sample]:
         """All that is known now."""
         account = self.books.so_far()
         counted = [Sample(name, value, labels) for (name, labels), value in self.counted.items()]
-        return [*self._of_steps(), *self._of_money(account), *self._of_nodes(), *counted]
+        parts = self._of_steps(), self._of_money(account), self._of_nodes(), self._of_loads()
+        return [*chain.from_iterable(parts), *counted]
 
     # ---------------------------------------------------------------------------------------- parts
 
@@ -146,6 +159,22 @@ class RunNumbers:
             yield Sample("elastic_nodes_requested", asked, (pool.name,))
             yield Sample("elastic_node_usd_per_hour", pool.usd_per_node_h, (pool.name,))
 
+    def _of_loads(self) -> Iterator[Sample]:
+        for load in (self.loads[n.node_id] for n in self.state.alive if n.node_id in self.loads):
+            for name, value in (
+                ("node_cpu_ratio", load.cpu_share),
+                ("node_memory_available_bytes", load.memory_free_bytes),
+                ("node_memory_size_bytes", load.memory_size_bytes),
+                ("worker_resident_memory_bytes", load.worker_bytes),
+                ("node_gpu_utilization_ratio", load.gpu_share),
+                ("node_gpu_memory_bytes", load.gpu_memory_bytes),
+                ("node_gpu_memory_size_bytes", load.gpu_memory_size_bytes),
+                ("node_gpu_power_watts", load.gpu_power_w),
+                ("node_gpu_temperature_celsius", load.gpu_celsius),
+            ):
+                if value is not None:
+                    yield Sample(f"elastic_{name}", value, (load.node_id,))
+
     # ------------------------------------------------------------------------------------- counting
 
     def _add(self, name: str, value: float, *labels: str) -> None:
@@ -173,6 +202,8 @@ class RunNumbers:
                 self._add("elastic_tokens_total", event.tokens)
             case Evaluated(metrics=metrics) if "validation_loss" in metrics:
                 self.validation_loss = metrics["validation_loss"]
+            case NodeLoadSeen(node_id=node_id):
+                self.loads[node_id], self.load_at_s = event, at_s
             case Notice(node_id=node_id):
                 self._of_node("elastic_notices_total", node_id, before)
             case NodeLost(node_id=node_id, cause=cause) if cause != "released":
@@ -218,6 +249,35 @@ class RunNumbers:
             for phase in PHASES:
                 seconds = one.phases_s.get(phase, 0.0)
                 self._add("elastic_transition_phase_seconds_total", seconds, one.cause, phase)
+
+
+def over_nodes(loads: Sequence[NodeLoadSeen]) -> dict[str, float]:
+    """In a handful of numbers, however many nodes there are: means of what is used, the most that
+    is taken of any node's memory, the hottest GPU, the power of all."""
+    found: dict[str, list[float]] = {}
+    for load in loads:
+        taken = 1 - load.memory_free_bytes / load.memory_size_bytes
+        gpu_taken = None
+        if load.gpu_memory_bytes is not None and load.gpu_memory_size_bytes:
+            gpu_taken = load.gpu_memory_bytes / load.gpu_memory_size_bytes
+        for name, value in (
+            ("cpu_share", load.cpu_share),
+            ("memory_share_most", taken),
+            ("worker_bytes_most", float(load.worker_bytes)),
+            ("gpu_share", load.gpu_share),
+            ("gpu_memory_share_most", gpu_taken),
+            ("gpu_power_w_sum", load.gpu_power_w),
+            ("gpu_celsius_most", load.gpu_celsius),
+        ):
+            if value is not None:
+                found.setdefault(name, []).append(value)
+    return {name: _one(name, values) for name, values in found.items()}
+
+
+def _one(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_most"):
+        return max(values)
+    return sum(values) if name.endswith("_sum") else sum(values) / len(values)
 
 
 def settled(transitions: Sequence[Transition], open_: bool) -> Sequence[Transition]:

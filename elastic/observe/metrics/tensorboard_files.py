@@ -40,8 +40,10 @@ class TensorBoardFiles:
             values = [(one["step"], one["at_s"], one) for one in rows]
             self._write(rows[0]["step"], rows[0]["at_s"], [self._values(*one) for one in values])
 
-    def add_values(self, step: int, at_s: float, values: Mapping[str, Any]) -> None:
-        self._write(step, at_s, [self._values(step, at_s, values)])
+    def add_values(
+        self, step: int, at_s: float, values: Mapping[str, Any], *, part: str = "evaluated"
+    ) -> None:
+        self._write(step, at_s, [self._values(step, at_s, values, others=part)])
 
     def cut(self) -> None:
         """What came after the next step that is added was undone."""
@@ -51,12 +53,14 @@ class TensorBoardFiles:
         """The files, by their names in the run's folder."""
         return sorted(f"{FOLDER}/{path.name}" for path in self._folder.glob("events.*"))
 
-    def _values(self, step: int, at_s: float, values: Mapping[str, Any]) -> Any:
+    def _values(
+        self, step: int, at_s: float, values: Mapping[str, Any], *, others: str = "evaluated"
+    ) -> Any:
         event = self._event(wall_time=at_s, step=step)
         for name, value in values.items():
             if name not in NOT_DRAWN:
-                told = "logged" if name in self.logged else "evaluated"
-                part = "train" if name in COLUMNS else told
+                part = "train" if name in COLUMNS else others
+                part = "logged" if name in self.logged else part
                 event.summary.value.add(tag=f"{part}/{name}", simple_value=value)
         return event
 

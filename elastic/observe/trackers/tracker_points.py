@@ -38,6 +38,7 @@ class TrackerPoints:
     _generation: int = 0  # of the newest transition that was told
     _more: dict[str, float] = field(default_factory=dict)  # for the next point
     _goodput_s: float = 0.0
+    _load_at_s: float = 0.0
 
     def take(self, change: Change, numbers: RunNumbers, live: bool) -> None:
         event = change.event
@@ -95,10 +96,18 @@ class TrackerPoints:
         }
         if (mfu := numbers.mfu) is not None:
             found["elastic/mfu"] = mfu
+        found |= self._loads(numbers)
         if at_s - self._goodput_s >= (GOODPUT_EVERY_S if live else GOODPUT_OLD_S):
             self._goodput_s = at_s
             found["elastic/goodput"] = numbers.books.so_far().totals.goodput
         return found
+
+    def _loads(self, numbers: RunNumbers) -> dict[str, float]:
+        """Where nodes have told since the last point."""
+        if numbers.load_at_s == self._load_at_s:
+            return {}
+        self._load_at_s = numbers.load_at_s
+        return {f"system/{name}": value for name, value in numbers.system().items()}
 
     def _transition(self, numbers: RunNumbers) -> None:
         """The first step after one has come: it goes with the next point, also where that step

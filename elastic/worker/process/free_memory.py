@@ -1,7 +1,8 @@
-"""How much memory is free here, for processes and on a GPU."""
+"""How much memory is free here, for processes and on a GPU, and what this process holds."""
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def free_host_bytes() -> int:
         )
         free = min(free, max(0, most - used + int(stat.get("inactive_file", 0))))
     return free
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_gpu_bytes(device: torch.device) -> int:

@@ -63,7 +63,7 @@ class DeviceNotes:
         self._xids: list[int] = []
         self._lost = False
         self._events: Any = None  # NVML's event set; None = Xid errors are not told here
-        self._nvml = _nvml() if device.type == "cuda" else None
+        self._nvml = nvml() if device.type == "cuda" else None
         if self._nvml is None:
             return
         try:
@@ -189,7 +189,8 @@ class DeviceNotes:
             return None
 
 
-def _nvml() -> Any:
+def nvml() -> Any:
+    """The module pynvml; None where it is not installed."""
     try:
         return importlib.import_module(PACKAGE)
     except ImportError:
@@ -212,12 +213,12 @@ def _handle(nvml: Any, device: torch.device) -> Any:
 def memory_holders(device: torch.device) -> tuple[tuple[int, int], ...]:
     """(process id, bytes) of the processes that hold memory of this GPU, the largest first, as far
     as NVML tells; bytes 0 = not known. () where there is no NVML, or it tells nothing."""
-    nvml = _nvml() if device.type == "cuda" else None
-    if nvml is None:
+    asked = nvml() if device.type == "cuda" else None
+    if asked is None:
         return ()
     try:
-        nvml.nvmlInit()
-        found = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, device))
+        asked.nvmlInit()
+        found = asked.nvmlDeviceGetComputeRunningProcesses(_handle(asked, device))
         held = ((int(p.pid), int(p.usedGpuMemory or 0)) for p in found)
         return tuple(sorted(held, key=lambda one: (-one[1], one[0])))
     except Exception as error:  # noqa: BLE001 - a boundary: pynvml's errors are its own; the refusal names nobody then

@@ -1,1 +1,1 @@
-"""What is measured: a sample's cost, this machine's speeds, whether a node may join."""
+"""What is measured: a sample's cost, this machine's speeds and load, whether a node may join."""

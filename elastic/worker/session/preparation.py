@@ -28,6 +28,7 @@ from elastic.types import (
     Job,
     NodePrepared,
     NodeRefused,
+    Plan,
     Rehearsal,
     SampleProfile,
     WorkerFailed,
@@ -42,6 +43,7 @@ from elastic.worker.process.cuda_errors import device_lost, holds_lost, is_asser
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.gpu_health import DeviceNotes
 from elastic.worker.profile.node_checks import Checks, NodeRejected
+from elastic.worker.profile.node_load import LoadReports
 from elastic.worker.profile.sample_profile import sample_profile
 from elastic.worker.program.job_program import with_job
 from elastic.worker.session.rehearsal import handed_on, keyed, rehearse, rehearse_plan
@@ -72,6 +74,7 @@ class Preparation:
     calls_file: Path | None = None
     _admission: Admission | None = field(default=None, init=False)
     _notes: DeviceNotes | None = field(default=None, init=False)
+    _load: LoadReports | None = field(default=None, init=False)
 
     def run(
         self,
@@ -132,6 +135,9 @@ class Preparation:
             )
             checks.program(self.job.fingerprint, mine)
         self._notes = self._notes or DeviceNotes(self.me, place.device, self.report)
+        if self.me.local_rank == 0 and self._load is None:
+            on_gpu = place.device.type == "cuda"
+            self._load = LoadReports(self.me.node_id, self.report, on_gpu=on_gpu)
         rehearse(place)
         place.profile = handed_on(place)
         place.program = keyed(place)
@@ -199,9 +205,15 @@ class Preparation:
             readers=readers_of(self.job), faults=faults, datasets=opened.datasets,
         )  # fmt: skip
 
+    def planned(self, plan: Plan) -> None:
+        """It is about to be entered."""
+        if self._load is not None:
+            self._load.n_nodes = len(plan.nodes)
+
     def close(self) -> None:
-        if self._notes is not None:
-            self._notes.close()
+        for watch in (self._notes, self._load):
+            if watch is not None:
+                watch.close()
         if self.place is not None:
             self.place.saving.close()
             if self.place.readers is not None:

@@ -52,6 +52,7 @@ from elastic.worker.process.cuda_errors import holds_lost, is_assert
 from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import WAITING, Doing, InCollective
 from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.process.free_memory import resident_bytes
 from elastic.worker.process_groups.reach import ANSWER_S, LATE_S, PeersUnreached
 from elastic.worker.session.generation import Generation, groups_of
 from elastic.worker.session.groups_ahead import GroupsAhead
@@ -383,6 +384,7 @@ class Session:
         if self.place is None:
             return
         place = self.place
+        self._preparation.planned(order.plan)
         place.saving.entered(number, order.rendezvous.epoch)
         self._forget_broken()
         with self._lock:
@@ -475,7 +477,7 @@ class Session:
         more: dict[str, Any] = {}
         if kind == "out_of_memory":
             on_gpu = torch.cuda.is_available()
-            resident = torch.cuda.max_memory_allocated() if on_gpu else _resident_bytes()
+            resident = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
             more["measured_bytes"] = resident
         if isinstance(error, LayoutDiffers):
             more["step"] = error.step
@@ -495,8 +497,3 @@ class Session:
         before = tuple(one for one in self._done if one[0] < step)
         at = self._stood[1] if self._stood[0] == number else ""
         return Quiesced(self.me, number, step, holdings, self._commit, pending_step, before, at=at)
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

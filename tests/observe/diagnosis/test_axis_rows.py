@@ -12,8 +12,8 @@ import pytest
 from support.observe.bound_runs import GPU, MODEL, BoundRun, evidence_of
 from support.observe.html_pages import PageSeen
 
-from elastic.api.dashboard import TracedProfiles
 from elastic.api.diagnose import communicated, diagnosed, step_bytes, step_parts
+from elastic.api.show_dashboard import TracedProfiles
 from elastic.ledger.journal import write_line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.diagnosis.axis_rows import AxisRow, axis_rows, shown

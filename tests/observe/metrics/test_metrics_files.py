@@ -27,7 +27,7 @@ from elastic.observe.metrics.metrics_files import MetricsFiles
 from elastic.observe.metrics.step_rows import COLUMNS, Row, read_rows, rows_of
 from elastic.observe.run_view import view_of
 from elastic.storage import open_storage
-from elastic.types import Evaluated, StepDone
+from elastic.types import Evaluated, NodeLoadSeen, NodeLost, StepDone
 
 
 def run_of(folder: Path) -> RunFolder:
@@ -216,3 +216,21 @@ def test_the_users_own_numbers_stand_beside_the_loss(tmp_path: Path) -> None:
     assert [int(one["lr"]) for one in rows] == sorted({int(one["lr"]) for one in rows})
     assert [round(10 * (one["lr"] % 1)) % 10 for one in rows] == [s % 10 for s in range(1, 13)]
     assert drawn(run, "logged/lr").keys() == set(range(1, 13))
+
+
+def test_the_load_of_nodes_is_drawn_with_the_step_that_follows(tmp_path: Path) -> None:
+    """The newest of each node that is there; in no column of the table."""
+    run, given = run_of(tmp_path / "r"), lines()
+    a, old, new = (
+        NodeLoadSeen(node, share, 2**30, 2**32, 7)
+        for node, share in (("a", 0.5), ("c", 0.25), ("c", 0.75))
+    )
+    at = next(i for i, line in enumerate(given) for _, e in line.events if isinstance(e, StepDone))
+    at_s = given[at].at_s
+    told = Line(at_s, 1, tuple((at_s, event) for event in (a, old, NodeLost("a"), new)))
+    followed(run, [], [*given[:at], told, *given[at:]])
+    (share,) = drawn(run, "system/cpu_share").values()
+    assert share == 0.75
+    (taken,) = drawn(run, "system/memory_share_most").values()
+    assert taken == 0.75
+    assert table(run) == expected(given)

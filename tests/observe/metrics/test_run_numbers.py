@@ -35,6 +35,7 @@ from elastic.types import (
     DriverStarted,
     GuardTripped,
     HardwareProfile,
+    NodeLoadSeen,
     NodePrepared,
     RequestFailed,
     SampleProfile,
@@ -117,6 +118,43 @@ def test_what_goes_wrong_is_counted_and_nodes_are_by_pool_and_status() -> None:
     assert found["elastic_nodes", "spot", "draining"] == 1
     assert found["elastic_nodes", "on-demand", "prepared"] == 1
     assert found["elastic_workers",] == 2
+
+
+def load(node_id: str, **more: float) -> NodeLoadSeen:
+    return NodeLoadSeen(node_id, 0.25, 6 * 2**30, 8 * 2**30, 2**30, **more)  # type: ignore[arg-type]
+
+
+def test_the_load_of_nodes_is_theirs_as_long_as_they_are_there() -> None:
+    """The newest counts; where no GPU tells anything there is no value, and none is 0."""
+    on_gpu = {"gpu_share": 0.5, "gpu_memory_bytes": 30, "gpu_memory_size_bytes": 80}
+    gpu = load("a", n_gpus=2, **on_gpu, gpu_power_w=700.0, gpu_celsius=61.0)
+    told = tick(3.5, load("c"), gpu, replace(load("c"), cpu_share=0.75))
+    given = lines()
+    at = next(i for i, line in enumerate(given) if line.at_s > told.at_s)
+    early = numbers([*given[:at], told])
+    found = values(early.samples())
+    assert found["elastic_node_cpu_ratio", "c"] == 0.75
+    assert found["elastic_node_cpu_ratio", "a"] == 0.25
+    assert found["elastic_node_memory_available_bytes", "a"] == 6 * 2**30
+    assert found["elastic_node_memory_size_bytes", "a"] == 8 * 2**30
+    assert found["elastic_worker_resident_memory_bytes", "a"] == 2**30
+    of_gpus = {
+        name: value for name, value in found.items() if name[0].startswith("elastic_node_gpu")
+    }
+    assert of_gpus == {
+        ("elastic_node_gpu_utilization_ratio", "a"): 0.5,
+        ("elastic_node_gpu_memory_bytes", "a"): 30,
+        ("elastic_node_gpu_memory_size_bytes", "a"): 80,
+        ("elastic_node_gpu_power_watts", "a"): 700,
+        ("elastic_node_gpu_temperature_celsius", "a"): 61,
+    }
+    assert early.system() == {
+        "cpu_share": 0.5, "memory_share_most": 0.25, "worker_bytes_most": 2**30, "gpu_share": 0.5,
+        "gpu_memory_share_most": 0.375, "gpu_power_w_sum": 700, "gpu_celsius_most": 61,
+    }  # fmt: skip
+    late = values(numbers([*given[:at], told, *given[at:]]).samples())
+    assert late["elastic_node_cpu_ratio", "c"] == 0.75
+    assert not [name for name in late if name[1:] == ("a",)], "a was lost"
 
 
 def test_mfu_is_there_where_the_flops_and_the_peaks_are_known() -> None:

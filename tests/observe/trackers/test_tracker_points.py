@@ -12,7 +12,7 @@ from elastic.ledger.journal import Line
 from elastic.observe.metrics.run_numbers import RunNumbers
 from elastic.observe.trackers.tracker_points import TrackerPoint, TrackerPoints
 from elastic.policy.state.fold import changes
-from elastic.types import StepDone
+from elastic.types import NodeLoadSeen, StepDone
 
 
 def points(given: list[Line]) -> list[TrackerPoint]:
@@ -53,6 +53,25 @@ def test_what_held_a_step_up_is_told_and_what_is_not_known_is_not() -> None:
         if name in {f"elastic/{one}" for one in HELD}
     }
     assert held == {"elastic/data_s": 0.25, "elastic/copy_s": 0.125, "elastic/imbalance": 1.5}
+
+
+def test_the_load_of_nodes_is_told_once_with_the_step_that_follows() -> None:
+    given = lines()
+    at = next(i for i, line in enumerate(given) for _, e in line.events if _is_step(e, 3))
+    load = NodeLoadSeen("c", 0.5, 2**30, 2**32, 7)
+    line = Line(given[at].at_s, 1, ((given[at].at_s, load),))
+    told = {
+        one.step: {name for name in one.numbers if name.startswith("system/")}
+        for one in points([*given[:at], line, *given[at:]])
+    }
+    assert told.pop(3) == {
+        "system/cpu_share", "system/memory_share_most", "system/worker_bytes_most",
+    }  # fmt: skip
+    assert not any(told.values())
+
+
+def _is_step(event: object, step: int) -> bool:
+    return isinstance(event, StepDone) and event.step == step
 
 
 HELD = ("data_s", "copy_s", "imbalance", "pad_share", "expert_load")

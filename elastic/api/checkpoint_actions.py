@@ -6,11 +6,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic.api.control import holder
 from elastic.api.running.entry import loaded
 from elastic.api.running.options import check_run_name
 from elastic.config.job import JobSpec
 from elastic.errors import SpecError
+from elastic.ledger.lease import holder
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.program import Program, load_program

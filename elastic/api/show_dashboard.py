@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic.api.control import holder
 from elastic.api.diagnose import TracedStep, communication, diagnosed, step_parts, traced_step
+from elastic.ledger.lease import holder
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.dashboard.followed_run import PageSources
 from elastic.observe.dashboard.run_shelf import RunShelf, shelf_of
