@@ -108,8 +108,9 @@ def _check_values(name: str, module: nn.Module, given: Sequence[Any]) -> None:
         if module.training and x.ndim > 1 and x.numel() == x.shape[1]:
             raise ProgramError(
                 f"{name} is a {type(module).__name__} that is given one value of each channel, "
-                "which has no statistics: behind a pooling a sample alone cannot be normalized, and "
-                "with batch_norm: microbatch there may be one; take batch_norm: {group: N} or step"
+                "which has no statistics: behind a pooling a sample alone cannot be normalized, "
+                "and with batch_norm: microbatch there may be one; take batch_norm: {group: N} or "
+                "step"
             )
 
 
