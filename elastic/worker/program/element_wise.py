@@ -317,13 +317,13 @@ def _counters(
                 f"their gradients, of which each rank has others; {ONLY}"
             )
     counted = OptimizerCounters(dry.optimizers.each, names)
-    for name, found in names.items():
+    for name, counts in names.items():
         try:
             encode(COUNTERS, counted.state_dict()[name])
         except ProgramError as error:
             raise ProgramError(
                 f"optimizer {shown(name, dry.optimizers.each[name])}: a step changes "
-                f"{', '.join(found)}, which cannot be moved between ranks: {error}"
+                f"{', '.join(counts)}, which cannot be moved between ranks: {error}"
             ) from error
     return names
 

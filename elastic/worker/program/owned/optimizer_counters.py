@@ -70,7 +70,7 @@ def set_own(optimizer: Optimizer, own: Mapping[str, Any]) -> None:
     for name in own_of(optimizer).keys() - own.keys():
         where, _, key = name.partition(".")
         if where == STATE:
-            del optimizer.state[key]
+            del optimizer.state[key]  # type: ignore[arg-type]
         elif hasattr(type(optimizer), key):
             delattr(optimizer, key)
     for name, value in own.items():
