@@ -124,18 +124,13 @@ def import_into(
 
     job = spec.job()
     program = with_job(program or load_program(spec.program), job)
+    profile = profile_of(program, job)
 
     def buffers() -> dict[str, Any]:
-        return fresh_buffers(program, spec.seed) | fresh_scale(job)
+        return fresh_buffers(program, spec.seed, profile) | fresh_scale(job)
 
     wanted = checkpoints.ImportRequest(
-        profile_of(program, job),
-        spec.seed,
-        order.at_step,
-        order.ignore_extra,
-        buffers,
-        spec.steps,
-        program.packed,
+        profile, spec.seed, order.at_step, order.ignore_extra, buffers, spec.steps, program.packed
     )
     return checkpoints.import_state(order.source, run, wanted)
 

@@ -53,7 +53,10 @@ class OptimizerSpec:
 
     One that steps whole tensors at their owners has `owned` instead, of parameters of one shape,
     and `form`: how the owner's state is built of these ('' = element-wise). `flop`: of its step for
-    one of them."""
+    one of them.
+
+    `counters`: what its steps change beside the state of parameters (`group.step`, `self.n`,
+    `state.k`)."""
 
     entries: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
@@ -62,6 +65,7 @@ class OptimizerSpec:
     owned: tuple[OwnedEntry, ...] = ()
     form: str = ""
     flop: float = 0.0
+    counters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class Growing(torch.optim.SGD):
 
 
 class Elsewhere(torch.optim.SGD):
-    """Keeps a number that belongs to no parameter."""
+    """Keeps a number that belongs to no parameter, in its state under a text."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -8,10 +8,11 @@ exact where the update of a tensor does not depend on the others.
 
 from __future__ import annotations
 
+import copy
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -22,19 +23,26 @@ from torch import nn
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import OptimizerSpec, TensorSpec
-from elastic.worker.program.loop_program import Settings
+from elastic.worker.program.extra_state import encode
 from elastic.worker.program.optimizers import (
     JobOptimizer,
     Optimizers,
     by_name,
     line_of,
-    settings_of,
     shown,
     step_of,
+)
+from elastic.worker.program.owned.optimizer_counters import (
+    COUNTERS,
+    OptimizerCounters,
+    Values,
+    changed,
+    values_of,
 )
 from elastic.worker.program.owned.shape_trial import indexed, owned_specs
 
 DRY_STEPS = 3
+MORE_STEPS = 9  # after which steps that are other ones now and then (every 5th) have come
 ONLY = (
     "an optimizer must step each tensor by itself, without a closure and without communication "
     "(AdamW, Muon, Adafactor ... do)"
@@ -78,38 +86,64 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     replicas = list(reversed(alike.values()))
 
     whole = _Dry(program, every, replicas, WHOLE)
-    noted = _note(whole)
-    before = whole.settings()
+    _note(whole)
+    before = whole.beside()
     whole.step(0)
-    found = {name: kept for name in names if (kept := _entries(whole, noted, name))}
+    found = {name: kept for name in names if (kept := _entries(whole, name))}
     found = _same_first_step(whole, _Dry(program, every, replicas, WHOLE), found)
     for number in range(1, DRY_STEPS):
         whole.step(number)
-    if not any(isinstance(held, Settings) for held in program.extra_state.values()):
-        _check_settings(whole, before)
+    counters = _counters(program, whole, before)
     _check_moved(whole)
     _check_draws(program, every, owners)
     part = _Dry(program, every, [s for s in replicas if owners[s.fqn] in found], PART)
     found = _same_when_large(program, every, _same_in_parts(whole, part, found), owners=owners)
     at_owners = [name for name in names if name not in found]
     _check_alone(program, every, whole, names=at_owners)
+    _check_carried(program, every, whole, found=found, counters=counters)
+    found = {name: replace(kept, counters=counters.get(name, ())) for name, kept in found.items()}
     index = {name: i for i, name in enumerate(found)}
     of = {fqn: index[name] for fqn, name in owners.items() if name in index}
-    specs_of, of_owned = indexed(owned_specs(program, every, owners, names=at_owners), len(found))
+    owned = {
+        fqn: replace(kept, counters=counters.get(owners[fqn], ()))
+        for fqn, kept in owned_specs(program, every, owners, names=at_owners).items()
+    }
+    specs_of, of_owned = indexed(owned, len(found))
     return OptimizerEntries((*found.values(), *specs_of), of | of_owned)
 
 
 class _Notes(dict[str, Any]):
     """State of one parameter that notes what each entry was at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__()
         self.first: dict[str, torch.Tensor] = {}
+        self.update(*given, **more)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self.first.setdefault(key, value.detach().clone())
         super().__setitem__(key, value)
+
+    def update(self, *given: Any, **more: Any) -> None:
+        for key, value in dict(*given, **more).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+
+class _State(defaultdict[Any, Any]):
+    """Of all parameters of an optimizer, each of which gets notes."""
+
+    def __init__(self) -> None:
+        super().__init__(_Notes)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        plain = isinstance(value, dict) and not isinstance(value, _Notes)
+        super().__setitem__(key, _Notes(value) if plain and not isinstance(key, str) else value)
 
 
 @dataclass
@@ -121,6 +155,7 @@ class _Dry:
     every: list[TensorSpec]
     specs: list[TensorSpec]
     rows: int
+    counting: Collection[str] = ()
 
     def __post_init__(self) -> None:
         draws = {
@@ -136,7 +171,7 @@ class _Dry:
         self.named = {
             fqn: nn.Parameter(self._part(value).clone()) for fqn, value in self.values.items()
         }
-        self.optimizers = Optimizers(self.program, self.every, self.named)
+        self.optimizers = Optimizers(self.program, self.every, self.named, counting=self.counting)
         if self.optimizers.begun:
             self._begin()
 
@@ -146,7 +181,8 @@ class _Dry:
         assert self.program.optimizer is not None
         fqns = {id(parameter): fqn for fqn, parameter in self.named.items()}
         for optimizer in by_name(self.program.optimizer(list(self.named.items()))).values():
-            for parameter, state in optimizer.state.items():
+            own = {p: state for p, state in optimizer.state.items() if not isinstance(p, str)}
+            for parameter, state in own.items():
                 self.optimizers.owner(fqns[id(parameter)]).state[parameter].update(state)
 
     def _part(self, value: torch.Tensor) -> torch.Tensor:
@@ -167,7 +203,8 @@ class _Dry:
             parameter.grad = self._part(self.gradients[number][fqn]).clone()
         for name, optimizer in self.optimizers.each.items():
             try:
-                step_of(optimizer)
+                with self.optimizers.made_for(name):
+                    step_of(optimizer)
             except Exception as error:  # a boundary: any optimizer may raise anything
                 text = f"{type(error).__name__}: {line_of(error)}"
                 why = (
@@ -177,37 +214,37 @@ class _Dry:
                     f"optimizer {shown(name, optimizer)}: {why} ({text}); {ONLY}"
                 ) from error
 
-    def settings(self) -> list[dict[str, Any]]:
-        return settings_of(self.optimizers.groups)
+    def beside(self) -> dict[str, Values]:
+        return {name: values_of(optimizer) for name, optimizer in self.optimizers.each.items()}
 
 
 def _tiny(spec: TensorSpec) -> list[int]:
     return [WHOLE, *(min(d, 2) + 1 for d in spec.shape[1:])] if spec.shape else []
 
 
-def _note(dry: _Dry) -> dict[str, _Notes]:
+def _note(dry: _Dry) -> None:
     """From now on the first value of each state entry is noted; some are there before the first
     step."""
-    noted: defaultdict[torch.Tensor, _Notes] = defaultdict(_Notes)
     for optimizer in dry.optimizers.each.values():
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                noted[parameter][key] = value
-        optimizer.state = noted
-    return {fqn: noted[parameter] for fqn, parameter in dry.named.items()}
+        before, optimizer.state = optimizer.state, _State()
+        optimizer.state.update(before)
+        for parameter in [p for p in before if not isinstance(p, str)]:
+            optimizer.state[parameter] = dict(before[parameter])
 
 
-def _entries(dry: _Dry, noted: Mapping[str, _Notes], name: str) -> OptimizerSpec | None:
+def _entries(dry: _Dry, name: str) -> OptimizerSpec | None:
     """What it keeps for each of its parameters; None where that is not the same for all of them,
     scalars and tensors of the parameter's shape."""
     found: set[OptimizerSpec] = set()
     for fqn in dry.owned(name):
-        state, parameter = noted[fqn], dry.named[fqn]
+        state, parameter = dry.state(fqn), dry.named[fqn]
         there = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
         like = tuple(k for k, v in there.items() if v.shape == parameter.shape and v.ndim)
         scalar = tuple(k for k, v in there.items() if v.ndim == 0)
         if any(k not in like and k not in scalar and v is not None for k, v in state.items()):
             return None
+        if not isinstance(state, _Notes) or not there.keys() <= state.first.keys():
+            return None  # it was made in a way that nobody noticed
         first = tuple(
             (key, value) for key in (*like, *scalar) if (value := _constant(state.first[key]))
         )
@@ -249,20 +286,83 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-def _check_settings(dry: _Dry, before: list[dict[str, Any]]) -> None:
-    """Settings that a step changes are part of the training state of a script, and of nothing
-    else."""
-    after = iter(zip(before, dry.settings(), strict=True))
-    for name, optimizer in dry.optimizers.each.items():
-        for _ in optimizer.param_groups:
-            old, new = next(after)
-            changed = [key for key in old if old[key] != new.get(key)]
-            if changed:
-                raise ProgramError(
-                    f"optimizer {shown(name, optimizer)}: a step changes '{changed[0]}' in its "
-                    "param_groups, which is no part of the training state; only optimizers whose "
-                    "state is in `state` can be moved between layouts"
-                )
+def _counters(
+    program: Program, dry: _Dry, before: Mapping[str, Values]
+) -> dict[str, tuple[str, ...]]:
+    """Optimizer -> what its steps change beside the state of parameters, where they do. Raises
+    ProgramError where that cannot be known on every rank alike, or cannot be moved."""
+    names = {
+        name: tuple(found)
+        for name, values in dry.beside().items()
+        if (found := changed(before[name], values))
+    }
+    if not names:
+        return {}
+    scheduled = [n for n, found in names.items() if "group.lr" in found and program.lr_factor]
+    if scheduled:
+        raise ProgramError(
+            f"optimizer {shown(scheduled[0], dry.optimizers.each[scheduled[0]])}: a step changes "
+            "'lr' in its param_groups, which the schedule of learning rates sets as well; leave "
+            "one of them out"
+        )
+    nowhere = _Dry(program, dry.every, [], WHOLE, counting=names)
+    for number in range(DRY_STEPS):
+        nowhere.step(number)
+    elsewhere = nowhere.beside()
+    for name, values in dry.beside().items():
+        who = f"optimizer {shown(name, dry.optimizers.each[name])}"
+        if name in names and (other := changed(elsewhere[name], values)):
+            raise ProgramError(
+                f"{who}: what it counts beside the state of parameters ({other[0]}) depends on "
+                f"their gradients, of which each rank has others; {ONLY}"
+            )
+    counted = OptimizerCounters(dry.optimizers.each, names)
+    for name, counts in names.items():
+        try:
+            encode(COUNTERS, counted.state_dict()[name])
+        except ProgramError as error:
+            raise ProgramError(
+                f"optimizer {shown(name, dry.optimizers.each[name])}: a step changes "
+                f"{', '.join(counts)}, which cannot be moved between ranks: {error}"
+            ) from error
+    return names
+
+
+def _check_carried(
+    program: Program, every: list[TensorSpec], done: _Dry, *,
+    found: Mapping[str, OptimizerSpec], counters: Mapping[str, tuple[str, ...]],
+) -> None:  # fmt: skip
+    """Each generation makes new objects, and gives them the state of their parameters and these
+    counters, nothing else: their steps must be those of the old ones."""
+    new = _Dry(program, every, done.specs, WHOLE)
+    old_counts = OptimizerCounters(done.optimizers.each, counters)
+    new_counts = OptimizerCounters(new.optimizers.each, counters)
+    new_counts.load_state_dict(old_counts.state_dict())
+    there = {}
+    for fqn, parameter in new.named.items():
+        parameter.data.copy_(done.named[fqn])
+        kept = found.get(done.optimizers.of[fqn])
+        names = {*kept.entries, *kept.scalars} if kept is not None else {*done.state(fqn)}
+        state = {k: copy.deepcopy(v) for k, v in done.state(fqn).items() if k in names}
+        new.optimizers.owner(fqn).state[parameter] = state
+        there[fqn] = {k for k, v in done.state(fqn).items() if v is not None}
+    for number in range(MORE_STEPS):
+        for dry in (done, new):
+            dry.step(number % DRY_STEPS)
+    for fqn, parameter in done.named.items():
+        late = [k for k, v in done.state(fqn).items() if v is not None and k not in there[fqn]]
+        if late:
+            raise ProgramError(
+                f"{done.name(fqn)}: its state '{late[0]}' comes later than with its first "
+                f"{DRY_STEPS} steps; what it keeps must be there by then"
+            )
+        if not _close(parameter, new.named[fqn]):
+            raise ProgramError(
+                f"{done.name(fqn)}: after some steps a new one with its state and its settings "
+                f"steps {fqn} otherwise, so it keeps something elsewhere, which no change of the "
+                "layout could move; keep it in `state` or `param_groups` (numbers may stand on "
+                "the object)"
+            )
 
 
 def _check_moved(dry: _Dry) -> None:
@@ -356,7 +456,7 @@ def _check_alone(
     parameters = {id(parameter) for parameter in whole.named.values()}
     for name in names:
         optimizer = whole.optimizers.each[name]
-        strange = [key for key in optimizer.state if id(key) not in parameters]
+        strange = [k for k in optimizer.state if id(k) not in parameters and not isinstance(k, str)]
         if strange:
             raise ProgramError(
                 f"optimizer {shown(name, optimizer)}: it keeps state that belongs to no parameter "
@@ -365,29 +465,13 @@ def _check_alone(
     for spec in whole.specs:
         if whole.optimizers.of[spec.fqn] in names:
             alone = _Dry(program, every, [spec], WHOLE)
-            optimizer = alone.optimizers.owner(spec.fqn)
-            before = _numbers(optimizer)
             for number in range(DRY_STEPS):
                 alone.step(number)
-            changed = [
-                key for key, value in _numbers(optimizer).items() if value != before.get(key)
-            ]
-            if changed:
-                raise ProgramError(
-                    f"{whole.name(spec.fqn)}: a step changes its attribute '{changed[0]}', which "
-                    f"belongs to no parameter and cannot be moved between ranks; {ONLY}"
-                )
             if not _close(whole.named[spec.fqn], alone.named[spec.fqn]):
                 raise ProgramError(
                     f"{whole.name(spec.fqn)}: the step of {spec.fqn} depends on other parameters, "
                     f"or on random numbers; {ONLY}"
                 )
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Of the object itself."""
-    kept = vars(optimizer).items()
-    return {k: v for k, v in kept if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
 def with_kept(specs: Sequence[TensorSpec], kept: OptimizerEntries) -> tuple[TensorSpec, ...]:

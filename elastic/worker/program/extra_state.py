@@ -20,6 +20,7 @@ import torch
 from elastic.errors import ProgramError, SpecError, StateLost
 from elastic.reshard.rank_boxes import EXTRA
 from elastic.types import DTYPE_BYTES, TensorSpec
+from elastic.worker.program.owned.optimizer_counters import COUNTERS, OptimizerCounters
 
 Tensors = Mapping[str, tuple[Any, torch.Tensor]]
 
@@ -37,6 +38,12 @@ class ExtraState:
         self.first = {
             name: encode(name, _state_of(name, held)) for name, held in self.objects.items()
         }
+
+    def count_for(self, each: Mapping[str, Any]) -> None:
+        """What optimizers count is that of these, the ones of a generation."""
+        counters = self.objects.get(COUNTERS)
+        if isinstance(counters, OptimizerCounters):
+            counters.each = each
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """What the model's profile says of the boxes."""

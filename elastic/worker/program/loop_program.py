@@ -23,9 +23,10 @@ from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.worker.process.readback import Number
 from elastic.worker.program.calls import ModelCall
-from elastic.worker.program.optimizers import Optimizer, by_name, settings_of
+from elastic.worker.program.optimizers import Optimizer, by_name
+from elastic.worker.program.owned.optimizer_counters import COUNTERS, own_of, set_own, settings_of
 
-GROUPS = "param_groups"  # the name of the optimizers' settings among the extra state
+GROUPS = COUNTERS  # the name of the optimizers' settings among the extra state
 EPOCHS = "epochs"  # among the settings: instead of steps
 WHERE = "elastic.loop(optimizer=...)"
 EVALUATE = "elastic.loop(evaluate=...)"
@@ -139,6 +140,7 @@ class OptimizerFactory:
         # schedulers wrap `step`
         made.__dict__.update({key: value for key, value in own.__dict__.items() if key != "step"})
         made.state = defaultdict(dict)
+        set_own(made, copy.deepcopy(own_of(own)))
         made.param_groups = [
             {**group, "params": [have[name] for name in here if name in have]}
             for group, here in zip(own.param_groups, names, strict=True)
@@ -157,8 +159,8 @@ def rebind(optimizer: Own, made: dict[str, Optimizer]) -> None:
 
 
 class Settings:
-    """The optimizers' learning rates and other settings, as extra state: whoever changes them, they
-    travel with the model."""
+    """The optimizers' learning rates and other settings, and what they count beside, as extra
+    state: whoever changes them, they travel with the model."""
 
     def __init__(self, optimizer: Own) -> None:
         self.each = by_name(optimizer, WHERE)
@@ -168,11 +170,14 @@ class Settings:
         return [group for own in self.each.values() for group in own.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"groups": settings_of(self.groups)}
+        own = [own_of(one) for one in self.each.values()]
+        return {"groups": settings_of(self.groups)} | ({"own": own} if any(own) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for group, saved in zip(self.groups, state["groups"], strict=True):
             group.update(saved)
+        for optimizer, own in zip(self.each.values(), state.get("own", ()), strict=False):
+            set_own(optimizer, own)
 
 
 # ----------------------------------------------------------------------------------------- the data

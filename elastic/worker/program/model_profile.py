@@ -15,11 +15,14 @@ from elastic.errors import ElasticError, ProgramError, SpecError, alike
 from elastic.models.experts import COUNTS, expert_modules
 from elastic.models.nf4 import PACKED
 from elastic.program import Program, pattern_regex, patterns_of
-from elastic.types import ModelProfile, TensorSpec
+from elastic.types import ModelProfile, OptimizerSpec, TensorSpec
 from elastic.user_frames import raised_at
 from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
+from elastic.worker.program.loop_program import Settings
 from elastic.worker.program.norms.batch_norms import StepNorm, chosen, training_norms
+from elastic.worker.program.optimizers import Optimizers
+from elastic.worker.program.owned.optimizer_counters import with_counters
 from elastic.worker.program.weights import check_weights, stored_shape
 
 # tensor-parallel style -> dimension that is cut, per parameter name
@@ -192,7 +195,7 @@ def trace(program: Program) -> ModelProfile:
             size = spec.shape[spec.tp_dim]
             columns = spec.fqn in program.packed and spec.tp_dim == 1
             limit = math.gcd(limit, size // PACKED if columns else size)
-    extra = ExtraState(program.extra_state).specs()
+    extra = extra_of(program, specs, kept.optimizers).specs()
     no_pp = (
         ""
         if program.pipeline
@@ -310,7 +313,18 @@ def _shared(one: Sequence[str], other: Sequence[str]) -> int:
     )
 
 
-def fresh_buffers(program: Program, seed: int) -> dict[str, torch.Tensor]:
+def extra_of(
+    program: Program, specs: Sequence[TensorSpec], kept: Sequence[OptimizerSpec]
+) -> ExtraState:
+    """The program's extra state, and what its optimizers count. Raises SpecError."""
+    names = {one.name: one.counters for one in kept if one.counters}
+    if not names or any(isinstance(held, Settings) for held in program.extra_state.values()):
+        return ExtraState(program.extra_state)
+    each = Optimizers(program, specs, {}).each
+    return ExtraState(with_counters(program.extra_state, each, names))
+
+
+def fresh_buffers(program: Program, seed: int, profile: ModelProfile) -> dict[str, torch.Tensor]:
     """Values of the persistent buffers of a model that was just initialized, and of extra_state;
     builds it on the CPU."""
     torch.manual_seed(seed)
@@ -318,7 +332,7 @@ def fresh_buffers(program: Program, seed: int) -> dict[str, torch.Tensor]:
     if program.init is not None:
         program.init(model)
     buffers = {fqn: tensor.detach() for fqn, tensor, buffer in _named_tensors(model) if buffer}
-    extra = ExtraState(program.extra_state)
+    extra = extra_of(program, profile.specs, profile.optimizers)
     boxes = {spec.fqn: (None, torch.zeros(spec.shape, dtype=torch.uint8)) for spec in extra.specs()}
     extra.fresh(boxes)
     return buffers | {fqn: tensor for fqn, (_, tensor) in boxes.items()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,13 +18,13 @@ from elastic.errors import ElasticError, SpecError, alike
 from elastic.program import Program, in_blocks
 from elastic.types import TensorSpec
 from elastic.worker.program.owned.low_bit_state import MISSING
+from elastic.worker.program.owned.optimizer_counters import Values, put_back, values_of
 
 Named = Iterable[tuple[str, nn.Parameter]]
 Optimizer = torch.optim.Optimizer
 MUON: type[Optimizer] = torch.optim.Muon
 LOW_BIT = "torchao"  # the library of optimizers whose state has few bits
 FUSED = ("Adam", "AdamW")  # of torch.optim, on CUDA, where the job does not say otherwise
-NO_SETTINGS = ("params", "param_names")  # of what stands in a group
 OWN_KEYS = ("path", "no_decay", "parameters")
 MATRICES = "matrices"  # of two dimensions, in the blocks: neither an embedding nor the head
 MUON_ADAMW = "muon+adamw"
@@ -61,8 +61,9 @@ class Optimizers:
     Program.optimizer is called with all trainable parameters of the whole model, in their whole
     shapes and without memory, on every rank: what it makes of names and shapes is the same in every
     layout. Then the tensors that are here take the places of those, and what is not here is left
-    out. `whole`: names of those that step whole tensors. Raises SpecError unless each parameter has
-    exactly one optimizer.
+    out. `whole`: names of those that step whole tensors; `counting`: of those that count beside the
+    state of their parameters, which they must do on every rank alike. Raises SpecError unless each
+    parameter has exactly one optimizer.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Optimizers:
         tensors: Mapping[str, nn.Parameter],
         *,
         whole: Collection[str] = (),
+        counting: Collection[str] = (),
     ) -> None:
         wholes = {
             spec.fqn: nn.Parameter(
@@ -84,12 +86,15 @@ class Optimizers:
         self.each = by_name(_called(program, wholes))
         self.of = _owners(self.each, names)
         self.whole = whole
-        self.begun = any(
-            state for optimizer in self.each.values() for state in optimizer.state.values()
-        )
-        for optimizer in self.each.values():
-            optimizer.state.clear()
-            for group in optimizer.param_groups:
+        self.begun = False
+        self.stand_ins: dict[tuple[str, int], nn.Parameter] = {}  # by optimizer and group
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        for name, optimizer in self.each.items():
+            for key in [key for key in optimizer.state if not isinstance(key, str)]:
+                self.begun |= bool(optimizer.state.pop(key))
+            for i, group in enumerate(optimizer.param_groups):
+                if name in counting and group["params"]:
+                    self.stand_ins[name, i] = _stand_in(group["params"][0], device)
                 here = [fqn for whole in group["params"] if (fqn := names[id(whole)]) in tensors]
                 group["params"][:] = [tensors[fqn] for fqn in here]
                 if "param_names" in group:
@@ -112,52 +117,57 @@ class Optimizers:
             group["lr"] = lr * factor
 
     def step(self) -> None:
-        """Of all that are element-wise, also where one has no parameter here: what it counts in its
-        settings is the same on every rank."""
+        """Of all that are element-wise, also where one has no parameter here: what it counts is the
+        same on every rank."""
         for name, optimizer in self.each.items():
             if name not in self.whole:
-                step_of(optimizer)
+                with self.made_for(name):
+                    step_of(optimizer)
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Of each group, as they are now: copies, where a step may change them in place."""
-        return [{k: _copied(v) for k, v in one.items()} for one in settings_of(self.groups)]
+    def values(self) -> dict[str, Values]:
+        """Of each optimizer that steps whole tensors, its settings and what it counts, as they are
+        now."""
+        return {name: values_of(self.each[name]) for name in self.whole}
 
     def step_whole(
-        self, tensors: Iterable[nn.Parameter], settings: Iterable[Mapping[str, Any]] = ()
+        self, tensors: Iterable[nn.Parameter], values: Mapping[str, Values] | None = None
     ) -> None:
         """Of those that step whole tensors: these tensors only, also where they are none. Where a
-        step of the training is several of these, all begin with the `settings` of the first: one
-        that counts steps there counts one."""
-        for group, values in zip(self.groups, settings, strict=False):
-            for key in group.keys() - values.keys() - set(NO_SETTINGS):
-                del group[key]
-            group.update({k: _copied(v) for k, v in values.items()})
+        step of the training is several of these, all begin with the `values` of the first: one that
+        counts steps counts one."""
         wanted = {id(tensor) for tensor in tensors}
-        for name, optimizer in self.each.items():
-            if name in self.whole:
-                _step_some(optimizer, wanted)
+        for name in [name for name in self.each if name in self.whole]:
+            if values is not None:
+                put_back(self.each[name], values[name])
+            with self.made_for(name, wanted):
+                step_of(self.each[name])
+
+    @contextmanager
+    def made_for(self, name: str, wanted: Collection[int] | None = None) -> Iterator[None]:
+        """The optimizer as if it had been made for these tensors only, None = all that are here. A
+        group of one that counts has a stand-in where it has none of them: many leave empty groups
+        out."""
+        optimizer = self.each[name]
+        every = [group["params"] for group in optimizer.param_groups]
+        for i, (group, params) in enumerate(zip(optimizer.param_groups, every, strict=True)):
+            here = params if wanted is None else [p for p in params if id(p) in wanted]
+            stand_in = self.stand_ins.get((name, i))
+            if not here and stand_in is not None:
+                stand_in.grad = torch.zeros_like(stand_in)
+                here = [stand_in]
+            group["params"] = here
+        try:
+            yield
+        finally:
+            for group, params in zip(optimizer.param_groups, every, strict=True):
+                group["params"] = params
+            for stand_in in self.stand_ins.values():
+                optimizer.state.pop(stand_in, None)
 
 
-def settings_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each group, as they stand in it."""
-    return [{k: v for k, v in group.items() if k not in NO_SETTINGS} for group in groups]
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _step_some(optimizer: Optimizer, wanted: Collection[int]) -> None:
-    """As if it had been made for these tensors only."""
-    groups = optimizer.param_groups
-    every = [group["params"] for group in groups]
-    for group, params in zip(groups, every, strict=True):
-        group["params"] = [parameter for parameter in params if id(parameter) in wanted]
-    try:
-        step_of(optimizer)
-    finally:
-        for group, params in zip(groups, every, strict=True):
-            group["params"] = params
+def _stand_in(like: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A tensor of one element, of as many dimensions."""
+    return nn.Parameter(torch.zeros((1,) * like.ndim, dtype=like.dtype, device=device))
 
 
 def step_of(optimizer: Optimizer) -> None:

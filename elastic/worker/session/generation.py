@@ -178,6 +178,7 @@ class Generation:
                 place.program, place.job, plan, state=state, groups=self.groups, faults=place.faults
             )
             if place.script is None:
+                place.extra.count_for(state.optimizers.each)
                 place.extra.load(state.tensors)
             step = state.step
         # who only sends does not know it

@@ -25,6 +25,7 @@ from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.side_stream import SideStream, run_on
 from elastic.worker.process_groups.rendezvous import STORE_S, host_store, new_secret
 from elastic.worker.program.extra_state import ExtraState
+from elastic.worker.program.model_profile import extra_of
 from elastic.worker.state.host_copy import HostMemory
 from elastic.worker.state.train_state import Held
 
@@ -113,7 +114,7 @@ class Workplace:
 
     def __post_init__(self) -> None:
         self.saving = Saving(self)
-        self.extra = ExtraState(self.program.extra_state)
+        self.extra = extra_of(self.program, self.profile.specs, self.profile.optimizers)
         self.host_memory = HostMemory(self.device.type == "cuda", self._unpinned)
         self.side = SideStream(self.device)
         self._reader = ThreadPoolExecutor(1, "old-boxes")

@@ -28,6 +28,7 @@ from elastic.reshard.rank_boxes import Region
 from elastic.types import Layout, ModelProfile
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.optimizers import Optimizers, shown
+from elastic.worker.program.owned.optimizer_counters import Values
 from elastic.worker.program.owned.state_form import BEGUN, StateForm
 
 ALIGN = 16  # bytes: each piece begins at a multiple, whatever its type
@@ -236,11 +237,11 @@ class OwnerUpdate:
         another thing than it did in the trial."""
         coming: list[tuple[Bucket, Flight]] = []
         going: list[tuple[Bucket, Flight]] = []
-        settings = optimizers.settings()
+        values = optimizers.values()
         for bucket, following in zip_longest(self.buckets, self.buckets[1:]):
             if following is not None:
                 coming.append((following, self._send(following, gradients)))
-            self._step(bucket, optimizers, settings)
+            self._step(bucket, optimizers, values)
             while going:
                 self._take(*going.pop())
             going.append((bucket, self._give(bucket)))
@@ -285,14 +286,12 @@ class OwnerUpdate:
                         whole.grad = torch.zeros_like(whole)
                     _part(whole.grad, part).copy_(gradient)
 
-    def _step(
-        self, bucket: Bucket, optimizers: Optimizers, settings: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _step(self, bucket: Bucket, optimizers: Optimizers, values: Mapping[str, Values]) -> None:
         for fqn in bucket.owned:
             state = self._state(fqn)
             if state is not None:
                 optimizers.owner(fqn).state[self.wholes[fqn]] = state
-        optimizers.step_whole((self.wholes[fqn] for fqn in bucket.owned), settings)
+        optimizers.step_whole((self.wholes[fqn] for fqn in bucket.owned), values)
         for fqn in bucket.owned:
             self._keep(fqn, optimizers)
 

@@ -114,7 +114,10 @@ class TrainState:
         cut = [(fqn, p) for fqn, p in trainable if fqn not in whole]
         names = {kept.name for kept in profile.optimizers if kept.form}
         stepped = dict(cut) | self.owner_update.wholes
-        self.optimizers = Optimizers(program, profile.specs, stepped, whole=names)
+        counting = {kept.name for kept in profile.optimizers if kept.counters}
+        self.optimizers = Optimizers(
+            program, profile.specs, stepped, whole=names, counting=counting
+        )
         self.extra = {
             spec.fqn: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
             for spec in profile.extra
@@ -228,7 +231,9 @@ class TrainState:
         if self.program.weights is not None:
             mine = {fqn: held for fqn, held in self.tensors.items() if fqn.startswith("model.")}
             left = fill(self.program, self.profile.specs, mine, seed=seed)
-            made = fresh_buffers(self.program, seed) if left else {}  # a whole model, on the CPU
+            made = (
+                fresh_buffers(self.program, seed, self.profile) if left else {}
+            )  # a whole model, on the CPU
             for fqn in left:
                 mine["model." + fqn][1].copy_(made[fqn])
             return

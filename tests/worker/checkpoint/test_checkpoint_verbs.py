@@ -42,7 +42,8 @@ def program() -> Program:
 
 
 def wanted(program: Program, **more: Any) -> ImportRequest:
-    return ImportRequest(trace(program), 3, buffers=lambda: fresh_buffers(program, 3), **more)
+    profile = trace(program)
+    return ImportRequest(profile, 3, buffers=lambda: fresh_buffers(program, 3, profile), **more)
 
 
 def trained(program: Program) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

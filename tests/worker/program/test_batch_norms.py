@@ -211,3 +211,16 @@ def test_a_model_that_is_called_by_hand_in_a_script() -> None:
         called(x[:3])
     with pytest.raises(ProgramError, match="called with 6 samples behind 3 of 6"):
         called(x[:3], x)
+
+
+def test_a_sample_alone_behind_a_pooling_is_refused_by_name() -> None:
+    """Where each micro-batch has its own statistics; by groups a trial of one sample works."""
+    pooled = load_program(FOREIGN / "batchnorm_pooled.py")
+    dataset: Any = pooled.dataset
+    x = torch.stack([dataset()[i]["input"] for i in range(2)])
+    model = built(pooled, replace(FOUR, batch_norm="microbatch"))
+    model(x)
+    with pytest.raises(ProgramError, match="^norm is a BatchNorm2d that is given one value of"):
+        model(x[:1])
+    model.eval()(x[:1])
+    built(pooled, FOUR)(x[:1])

@@ -209,7 +209,7 @@ def test_a_step_in_several_parts_is_one_step() -> None:
     for tensor in tensors.values():
         tensor.grad = torch.ones(2)
     for step in (1, 2):
-        settings = optimizers.settings()
+        settings = optimizers.values()
         optimizers.step_whole([tensors["a"]], settings)
         assert [float(t.detach()[0]) for t in tensors.values()] == [1.0 - step, 2.0 - step]
         optimizers.step_whole([], settings)

@@ -69,11 +69,9 @@ def test_weights_are_imported_into_a_job_with_a_stream(pool: Pool, tmp_path: Pat
         {name: tensor.detach().clone() for name, tensor in program.model().named_parameters()},
         tmp_path / "in" / "a.safetensors",
     )
+    profile = profile_of(program, Job.from_plain(job))
     wanted = ImportRequest(
-        profile_of(program, Job.from_plain(job)),
-        seed,
-        at_step=2,
-        buffers=lambda: fresh_buffers(program, seed),
+        profile, seed, at_step=2, buffers=lambda: fresh_buffers(program, seed, profile)
     )
     done = import_state(str(tmp_path / "in"), open_storage(tmp_path / "run"), wanted)
     workers = pool.open(job, tmp_path / "run", n=1)

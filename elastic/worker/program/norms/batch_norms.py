@@ -69,9 +69,9 @@ class StepPasses:
 
 
 class ModelWithNorms:
-    """Makes a program's model, with its BatchNorms by the rule."""
+    """Makes a program's model, with its BatchNorms by the rule; without one, as torch has them."""
 
-    def __init__(self, build: Callable[[], Any], rule: NormRule) -> None:
+    def __init__(self, build: Callable[[], Any], rule: NormRule | None) -> None:
         self.build, self.rule = build, rule
 
     def __call__(self) -> Any:
@@ -79,6 +79,10 @@ class ModelWithNorms:
         if not isinstance(model, nn.Module):
             return model
         norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+        if self.rule is None:
+            for name, module in norms:
+                module.register_forward_pre_hook(partial(_check_values, name))
+            return model
         if not norms and self.rule.given:
             raise SpecError("job.yaml: key 'batch_norm': the model has no BatchNorm; leave it out")
         for name, module in norms:
@@ -93,10 +97,21 @@ class ModelWithNorms:
 
 def with_norms(program: Program, job: Job) -> Program:
     """The program whose BatchNorms follow the job's `batch_norm`."""
-    rule = NormRule.of(job)
-    if rule is None or isinstance(program.model, ModelWithNorms):
+    if isinstance(program.model, ModelWithNorms):
         return program
-    return replace(program, model=ModelWithNorms(program.model, rule))
+    return replace(program, model=ModelWithNorms(program.model, NormRule.of(job)))
+
+
+def _check_values(name: str, module: nn.Module, given: Sequence[Any]) -> None:
+    """torch's own error does not say which module, nor what to do. Also trials pass one sample."""
+    for x in given[:1]:
+        if module.training and x.ndim > 1 and x.numel() == x.shape[1]:
+            raise ProgramError(
+                f"{name} is a {type(module).__name__} that is given one value of each channel, "
+                "which has no statistics: behind a pooling a sample alone cannot be normalized, "
+                "and with batch_norm: microbatch there may be one; take batch_norm: {group: N} or "
+                "step"
+            )
 
 
 def norms_of(models: Sequence[nn.Module]) -> list[StepNorm]:

@@ -1,1 +1,1 @@
-"""What optimizers keep that step whole tensors: of any shape, nested, found by a trial."""
+"""What optimizers keep for whole tensors, nested, found by a trial; and what any of them count."""

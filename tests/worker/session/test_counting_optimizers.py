@@ -1,0 +1,43 @@
+"""Optimizers that count in their groups, on the object or under a text of their state: the counts
+go where the state goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.reference import train_alone
+from support.worker.chain import job_of, pass_through
+from support.worker.plans import live, plan
+from support.worker.recovery import loss_curve_agrees, recover, start
+from support.worker.worker_pool import Pool
+
+from elastic.program import load_program
+from elastic.types import Layout, StepDone
+
+pytestmark = pytest.mark.slow
+CHAIN = [Layout(dp_shard=3), Layout(pp=4), Layout(pp=2, tp=2), Layout(dp_replicate=2, dp_shard=2)]
+
+
+def test_counts_follow_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny_counting_steps.py", 4 * len(CHAIN))
+    steps = pass_through(pool, job, tmp_path, CHAIN, every=3)
+    alone = train_alone(load_program(job["program"]), job, job["steps"])
+    assert {e.generation for e in steps} == {1, 2, 3, 4}
+    assert [e.train_loss for e in steps] == pytest.approx(alone, abs=1e-4)
+    assert alone[-1] < alone[0] - 0.5
+
+
+@pytest.mark.e2e
+def test_a_loss_takes_the_counts_back(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny_counting_steps.py", 14)
+    workers, first = start(pool, job, tmp_path, Layout(dp_shard=4))
+    try:
+        pool.kill(workers[3])
+        second = recover(pool, first, Layout(pp=2), workers[:2], workers[:3])
+        pool.wait(lambda: any(e.step >= 9 for e in pool.events(StepDone, 2)), "step 9")
+        pool.enter(plan(3, Layout(dp_shard=3), workers[:3], 12, resume=live(second)))
+        pool.quiesced(3, 3)
+    finally:
+        pool.revive()
+    loss_curve_agrees(pool, job, resumed=second.resume.step)
