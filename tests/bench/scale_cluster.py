@@ -144,7 +144,7 @@ class Worker:
         return SimpleNamespace(
             messages=messages, generation=generation, phase="stepping" if generation else "idle",
             step=step, progress=step, pid=0, said=(), arrived=(), doing="", where="",
-            calls=(),
+            calls=(), collective=None,
         )  # fmt: skip
 
 

@@ -54,7 +54,14 @@ def nobody_answers(n: int) -> Work:
     liveness.step_time_s[1] = 0.1
     for worker in workers(n):
         beat: Any = SimpleNamespace(
-            generation=1, phase="stepping", progress=1, arrived=(), doing="", where="", calls=()
+            generation=1,
+            phase="stepping",
+            progress=1,
+            arrived=(),
+            doing="",
+            where="",
+            calls=(),
+            collective=None,
         )
         liveness.answered(worker, beat)
         liveness.called(worker)
@@ -149,7 +156,14 @@ def test_a_worker_is_no_peer_of_itself() -> None:
     a, b, c = workers(1)[:3]
     for worker in (a, b, c):
         beat: Any = SimpleNamespace(
-            generation=1, phase="stepping", progress=1, arrived=(), doing="", where="", calls=()
+            generation=1,
+            phase="stepping",
+            progress=1,
+            arrived=(),
+            doing="",
+            where="",
+            calls=(),
+            collective=None,
         )
         liveness.answered(worker, beat)
         liveness.called(worker)
@@ -157,7 +171,14 @@ def test_a_worker_is_no_peer_of_itself() -> None:
     found: list[WorkerId] = []
     for k in range(1, 20):
         moved: Any = SimpleNamespace(
-            generation=1, phase="stepping", progress=k, arrived=(), doing="", where="", calls=()
+            generation=1,
+            phase="stepping",
+            progress=k,
+            arrived=(),
+            doing="",
+            where="",
+            calls=(),
+            collective=None,
         )
         liveness.answered(a, moved)
         liveness.called(a)
@@ -174,7 +195,14 @@ def test_polls_of_workers_without_news_are_as_many_however_many_workers() -> Non
     assert polls == {8: 128.0, 64: 1000.0, 128: 1000.0, 512: 1000.0}
     liveness, worker = Liveness(0.5), workers(1)[0]
     beat: Any = SimpleNamespace(
-        generation=1, phase="stepping", progress=1, arrived=(), doing="", where="", calls=()
+        generation=1,
+        phase="stepping",
+        progress=1,
+        arrived=(),
+        doing="",
+        where="",
+        calls=(),
+        collective=None,
     )
     liveness.step_time_s[1] = 0.1
     liveness.answered(worker, beat)

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 _here = threading.local()
+NO_TENSORS: Any = SimpleNamespace(specs=(), optimizers=())  # the profile of a model without any
 
 
 def current() -> int:

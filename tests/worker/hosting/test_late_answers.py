@@ -28,7 +28,7 @@ from elastic.worker.hosting.aggregate import Gather
 from elastic.worker.hosting.liveness import Liveness, patience_s
 from elastic.worker.hosting.rendezvous_stores import RendezvousStores
 from elastic.worker.process.call_log import PartCalls
-from elastic.worker.process.doing import Doing
+from elastic.worker.process.doing import Doing, InCollective
 
 
 @dataclass
@@ -41,6 +41,7 @@ class Beat:
     doing: Doing = ""
     where: str = ""
     calls: tuple[PartCalls, ...] = ()
+    collective: InCollective | None = None
 
 
 @pytest.mark.parametrize(

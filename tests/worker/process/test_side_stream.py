@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.worker.made_up_cuda import current, make_up
+from support.worker.made_up_cuda import NO_TENSORS, current, make_up
 
 from elastic.types import Box, Event, Job, Layout, PinningFailed, WorkerId
 from elastic.types.orders import Rendezvous
@@ -87,7 +87,7 @@ def test_work_behind_the_steps_runs_on_the_workers_gpu(monkeypatch: pytest.Monke
         program: Any = SimpleNamespace(extra_state={})
         nothing: Any = None
         place = Workplace(
-            WorkerId("n", 0), program, nothing, Job(), nothing, nothing, nothing, CUDA_1, print,
+            WorkerId("n", 0), program, NO_TENSORS, Job(), nothing, nothing, nothing, CUDA_1, print,
             print, pool.submit
         )  # fmt: skip
         assert place.background(current).result() == 1
@@ -184,7 +184,7 @@ def test_the_driver_hears_that_a_worker_has_no_pinned_memory(
     nothing: Any = None
     program: Any = SimpleNamespace(extra_state={})
     place = Workplace(
-        WorkerId("n", 0), program, nothing, Job(), nothing, nothing, nothing, CUDA_1, told.append,
+        WorkerId("n", 0), program, NO_TENSORS, Job(), nothing, nothing, nothing, CUDA_1, told.append,
         print, nothing
     )  # fmt: skip
     place.host_memory._unpinned("17.00 GiB were asked for: no")

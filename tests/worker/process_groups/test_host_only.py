@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.worker.made_up_cuda import make_up
+from support.worker.made_up_cuda import NO_TENSORS, make_up
 from support.worker.ranks import meeting
 
 from elastic.types import Layout
@@ -25,7 +25,14 @@ def test_nothing_of_the_workplace_touches_the_device(monkeypatch: pytest.MonkeyP
     program: Any = SimpleNamespace(extra_state={})
     with ThreadPoolExecutor(1) as pool:
         place = Workplace(
-            None, program, *[None] * 5, torch.device("cuda", 1), print, print, pool.submit
+            None,
+            program,
+            NO_TENSORS,
+            *[None] * 4,
+            torch.device("cuda", 1),
+            print,
+            print,
+            pool.submit,
         )  # type: ignore[arg-type]
         place.lose_device()
         place.background(lambda: cuda.note("ran", 0)).result()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.waiting import is_waiting, until
-from support.worker.made_up_cuda import make_up
+from support.worker.made_up_cuda import NO_TENSORS, make_up
 from support.worker.plans import plan as plan_of
 from support.worker.thread_wire import Reads
 
@@ -62,7 +62,17 @@ def workplace(pool: ThreadPoolExecutor, device: torch.device = CPU) -> Workplace
     program: Any = SimpleNamespace(extra_state={})
     none: Any = None
     return Workplace(
-        WorkerId("n", 0), program, none, Job(), none, none, none, device, print, print, pool.submit
+        WorkerId("n", 0),
+        program,
+        NO_TENSORS,
+        Job(),
+        none,
+        none,
+        none,
+        device,
+        print,
+        print,
+        pool.submit,
     )
 
 
