@@ -34,6 +34,7 @@ from elastic.types import (
 )
 from elastic.types.orders import WorkerOrder
 from elastic.worker.process.call_log import PartCalls
+from elastic.worker.process.doing import InCollective
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Beat:
     doing: str = ""
     where: str = ""
     calls: tuple[PartCalls, ...] = ()
+    collective: InCollective | None = None
 
 
 class FakeSession:
