@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from elastic.errors import ProgramError, SpecError
+from elastic.models.huggingface import files_of
 from elastic.worker.loop.loop import Run, loop
 from elastic.worker.program.calls import cut_rows
 from elastic.worker.program.loop_program import map_style
@@ -129,6 +130,7 @@ class PreparedTrainer:
             model=self.trainer.model,
             optimizer=optimizer,
             count=losses.count,
+            files=files_of(self.trainer.model, self.trainer.processing_class),
             **({} if scheduler is None else {"extra_state": {"scheduler": scheduler}}),
             **given,
             **self._validation(losses),
