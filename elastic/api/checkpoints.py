@@ -56,10 +56,11 @@ def export(
     merged: bool = False,
     weights: str = "",
 ) -> dict[str, Any]:
-    """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`, with what
-    the run has kept to stand beside them (config.json, a tokenizer). `job`: the folder of its job,
-    whose program says what that is; then adapters alone, or `merged` into the weights. `weights`:
-    the type that they are written in ('bfloat16', 'int8', 'float8'). Raises SpecError."""
+    """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`, with
+    what the run has kept to stand beside them (config.json, a tokenizer). `job`: the folder of its
+    job, whose program says what that is; then adapters alone, or `merged` into the weights.
+    `weights`: the type that they are written in ('bfloat16', 'int8', 'float8'). Raises
+    SpecError."""
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
     from elastic.worker.program.job_program import with_frozen
 

@@ -3,6 +3,7 @@ them what `files_of` says."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def test_the_folder_loads(kind: str, more: dict[str, Any], tmp_path: Path) -> No
     assert files is not None and set(files()) == {"config.json", "generation_config.json"}
     for name, data in files().items():
         (tmp_path / name).write_bytes(data)
+    config = json.loads(files()["config.json"])
+    assert (config["architectures"], config["dtype"]) == ([type(model).__name__], "bfloat16")
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
