@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from support.e2e.shell import Shell
@@ -24,10 +26,12 @@ tokenizer = transformers.PreTrainedTokenizerFast(
 ids = torch.arange(9)
 rows = [{"input_ids": (ids + k) % 32, "labels": (ids + k) % 32} for k in range(24)]
 trainer = transformers.Trainer(
-    model=transformers.LlamaForCausalLM(config), train_dataset=rows, processing_class=tokenizer,
+    model=transformers.LlamaForCausalLM(config), train_dataset=rows, eval_dataset=rows[:5],
+    processing_class=tokenizer,
     args=transformers.TrainingArguments("out", max_steps=STEPS, learning_rate=1e-2, use_cpu=True))
 trainer = elastic.prepare_trainer(trainer, global_batch=4)
 trainer.train()
+print("evaluated:", trainer.evaluate()["eval_loss"])
 trainer._run.model.eval()
 with torch.no_grad():
     torch.save(trainer._run.model(input_ids=ids[None])["logits"], "logits.pt")
@@ -45,6 +49,10 @@ def test_from_pretrained_loads_the_exported_folder(shell: Shell) -> None:
     (folder / "train.py").write_text(text.replace("logits.pt", str(shell.root / "logits.pt")))
     code, out, err = shell.here("run", "tiny", "--run-name", "run")
     assert code == 0, out + err
+    (told,) = [line for line in out.splitlines() if "evaluated:" in line]
+    report = json.loads((shell.root / "elastic_runs" / "run" / "report.json").read_text())
+    assert float(told.split("evaluated:")[1]) == report["validation_loss"]
+    assert "model: elastic checkpoint export run --to FOLDER" in out.splitlines()
     code, out, err = shell.here("checkpoint", "export", "run", "--to", "exported")
     assert code == 0, err
     assert "config.json" in out and "tokenizer.json" in out

@@ -79,8 +79,6 @@ OF_A_TRAINER = {
 SHOWING = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 OVERRIDABLE = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
 AFTERWARDS = {  # methods that cannot be what they were
-    "evaluate": "validation_loss is in the run's report.json and metrics.csv, after eval_steps and "
-    "after the last step",
     "predict": EXPORT,
     "push_to_hub": EXPORT,
     "hyperparameter_search": "start a run for each trial",
@@ -176,6 +174,25 @@ class PreparedTrainer:
         rows = Collated(map_style(rows, "Trainer(eval_dataset=...)"), self.trainer)
         samples = {} if "eval_samples" in self.job else {"eval_samples": len(rows)}
         return {"validation": rows, "evaluate": losses, **samples}
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Behind train(): the loss over eval_dataset after the last step, with which every run ends
+        by itself. Of others nothing is known: no numbers, and a line that says so."""
+        if self._run is None:
+            raise SpecError(
+                f"{HERE}: trainer.evaluate() before train(): the run validates at eval_steps and "
+                "after the last step; put it behind train(), or leave it out"
+            )
+        loss = self._run.validated.get("validation_loss")
+        other = eval_dataset is not None and eval_dataset is not self.trainer.eval_dataset
+        if loss is not None and not other:
+            return {f"{metric_key_prefix}_loss": loss}
+        if not self._run.rank:
+            what = "it was given another eval_dataset" if other else "no eval_dataset was validated"
+            print(f"note: trainer.evaluate() gives no numbers: {what}", flush=True)
+        return {}
 
     def save_model(self, output_dir: str | None = None, **_: Any) -> None:
         """Config and tokenizer; the weights are in the run's checkpoints."""

@@ -278,6 +278,8 @@ class Run:
         self.committed = False
         self.train_loss: float | None = None
         self.grad_norm: float | None = None
+        # by the last validation; before the end it may be there on some ranks only
+        self.validated: Mapping[str, float] = {}
         self._batch: Mapping[str, torch.Tensor] | None = None
         self._held: OfferedBatch | None = None  # asked for, and not given to the script yet
         self._epoch: int | None = None  # that `epochs()` has given last

@@ -359,6 +359,11 @@ class Script:
         else:
             self.handoff.hear()
 
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """What a validation has found; of every rank the same."""
+        assert self.run is not None
+        self.run.validated = metrics
+
     def logged(self) -> dict[str, float]:
         """What the script has told of the step that is done, before run.step() and since. Raises
         ProgramError where something of it is no number."""
