@@ -32,6 +32,7 @@ trainer = transformers.Trainer(
 trainer = elastic.prepare_trainer(trainer, global_batch=4)
 trainer.train()
 print("evaluated:", trainer.evaluate()["eval_loss"])
+trainer.save_model("OUT")
 trainer._run.model.eval()
 with torch.no_grad():
     torch.save(trainer._run.model(input_ids=ids[None])["logits"], "logits.pt")
@@ -45,7 +46,8 @@ def test_from_pretrained_loads_the_exported_folder(shell: Shell) -> None:
     shell.job(
         script="train.py", program=None, layout=None, pools=pools, steps=STEPS, global_batch=4
     )
-    text = SCRIPT.replace("STEPS", str(STEPS))
+    exported = shell.root / "exported"
+    text = SCRIPT.replace("STEPS", str(STEPS)).replace("OUT", str(exported))
     (folder / "train.py").write_text(text.replace("logits.pt", str(shell.root / "logits.pt")))
     code, out, err = shell.here("run", "tiny", "--run-name", "run")
     assert code == 0, out + err
@@ -53,14 +55,16 @@ def test_from_pretrained_loads_the_exported_folder(shell: Shell) -> None:
     report = json.loads((shell.root / "elastic_runs" / "run" / "report.json").read_text())
     assert float(told.split("evaluated:")[1]) == report["validation_loss"]
     assert "model: elastic checkpoint export run --to FOLDER" in out.splitlines()
-    code, out, err = shell.here("checkpoint", "export", "run", "--to", "exported")
+    command = f"checkpoint export run --to {exported}"  # as save_model says
+    assert f"`elastic {command}` writes the weights there" in out
+    code, out, err = shell.here(*command.split())
     assert code == 0, err
     assert "config.json" in out and "tokenizer.json" in out
 
-    model = transformers_model(shell.root / "exported").eval()
+    model = transformers_model(exported).eval()
     with torch.no_grad():
         logits = model(torch.arange(9)[None]).logits
     torch.testing.assert_close(logits, torch.load(shell.root / "logits.pt"))
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    tokenizer = transformers.AutoTokenizer.from_pretrained(shell.root / "exported")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert tokenizer("w3")["input_ids"] == [3]

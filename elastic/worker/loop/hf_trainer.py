@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -206,8 +208,14 @@ class PreparedTrainer:
         ):
             if part is not None:
                 part.save_pretrained(folder)
-        weights = EXPORT.replace("FOLDER", str(folder))
-        print(f"note: {folder} has the config and the tokenizer; {weights} there", flush=True)
+        export = shlex.join(
+            ["elastic", "checkpoint", "export", run.name, "--to", os.path.abspath(folder)]
+        )
+        print(
+            f"note: {folder} has the config and the tokenizer; once the run has ended, `{export}` "
+            "writes the weights there: what loads the folder belongs behind that",
+            flush=True,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in AFTERWARDS:

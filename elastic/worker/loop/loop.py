@@ -272,6 +272,7 @@ class Run:
 
     def __init__(self, program: LoopProgram, optimizer: Own) -> None:
         self.program, self.optimizer = program, optimizer
+        self.name = "RUN"  # what commands call it
         self.calls = CallLog()
         self.model = LoopModel(lambda: _on_meta(program), self.calls)
         self.handoff = Handoff()

@@ -220,9 +220,15 @@ class Script:
     """
 
     def __init__(
-        self, source: ScriptSource, device: torch.device, calls_file: Path | None = None
+        self,
+        source: ScriptSource,
+        device: torch.device,
+        calls_file: Path | None = None,
+        *,
+        run_name: str = "RUN",
     ) -> None:
-        """`calls_file`: where it is kept what the script calls."""
+        """`calls_file`: where it is kept what the script calls. `run_name`: in what is told."""
+        self.run_name = run_name
         self.source, self.device, self.calls_file = source, device, calls_file
         self.handoff = Handoff()
         self.run: Run | None = None  # of the loop that was entered last
@@ -243,6 +249,7 @@ class Script:
         if self._inside:
             raise ProgramError("elastic.loop is entered a second time; a script has one loop")
         self._inside, self.run, run.handoff = True, run, self.handoff
+        run.name = self.run_name
         if self.calls_file is not None:
             with suppress(OSError):  # a full disk: then only who waits can be asked
                 run.calls.keep_in(self.calls_file)
