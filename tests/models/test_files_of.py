@@ -3,8 +3,10 @@ them what `files_of` says."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,12 @@ import torch
 from safetensors.torch import save_file
 from support.worker.exported import transformers_model
 
+from elastic.api.running.run import JobRun
 from elastic.errors import SpecError
+from elastic.ledger.run_folder import RunFolder
 from elastic.models.huggingface import files_of
+from elastic.storage import open_storage
+from elastic.worker.loop.loop import loop
 
 transformers = pytest.importorskip(
     "transformers", reason="the models are of transformers (it is in the extra 'test')"
@@ -71,3 +77,33 @@ def test_a_model_whose_weights_would_get_other_names_is_refused() -> None:
 
 def test_of_another_model_nothing_is_known() -> None:
     assert files_of(torch.nn.Linear(2, 2)) is None
+
+
+def test_a_loop_has_them_by_itself(tmp_path: Path) -> None:
+    """Or what it is given."""
+    model = model_of("Llama")
+    given = {"optimizer": torch.optim.SGD(model.parameters()), "dataset": [torch.zeros(2)]}
+    files = loop(model=model, **given)._program().files
+    assert files is not None and "config.json" in files()
+    own = loop(model=model, files=lambda: {"a.txt": b"a"}, **given)._program().files
+    assert own is not None and own() == {"a.txt": b"a"}
+
+
+@pytest.mark.parametrize("script", ["train.py", None])
+def test_a_run_keeps_them_or_says_why_not(script: str | None, tmp_path: Path) -> None:
+    """Of a Program they are not kept: who exports names its job."""
+
+    def refused() -> dict[str, bytes]:
+        raise SpecError("no such thing")
+
+    place, said = RunFolder.of(open_storage(tmp_path)), io.StringIO()
+    for files in (lambda: {"config.json": b"{}", "templates/own.txt": b"t"}, refused):
+        run = SimpleNamespace(
+            spec=SimpleNamespace(script=script), program=SimpleNamespace(files=files),
+            options=SimpleNamespace(show=True), place=place, _out=lambda: said,
+        )  # fmt: skip
+        JobRun._keep_files(run)  # type: ignore[arg-type]
+    kept = {"config.json": b"{}", "templates/own.txt": b"t"} if script else {}
+    assert place.files() == kept
+    note = "note: its checkpoints will be exported without config.json and the like: no such thing"
+    assert said.getvalue() == (f"{note}\n" if script else "")
