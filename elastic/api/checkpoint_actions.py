@@ -56,10 +56,11 @@ def export(
     merged: bool = False,
     weights: str = "",
 ) -> dict[str, Any]:
-    """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`; with
-    what the program of the folder `job` puts beside them (config.json, a tokenizer). Adapters
-    alone, or `merged` into the weights. `weights`: the type that they are written in ('bfloat16',
-    'int8', 'float8'). Raises SpecError."""
+    """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`, with
+    what the run has kept to stand beside them (config.json, a tokenizer). `job`: the folder of its
+    job, whose program says what that is; then adapters alone, or `merged` into the weights.
+    `weights`: the type that they are written in ('bfloat16', 'int8', 'float8'). Raises
+    SpecError."""
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
     from elastic.worker.program.job_program import with_frozen
 
@@ -72,7 +73,8 @@ def export(
                 "to"
             )
         tied = checkpoints.tied_names(_specs_of(run))
-        return checkpoints.export(run, step, checkpoints.open_target(to), tied=tied)
+        beside = RunFolder.of(run).files()
+        return checkpoints.export(run, step, checkpoints.open_target(to), tied=tied, beside=beside)
     spec, program = loaded(job)
     program, target = with_frozen(program, spec.job()), checkpoints.open_target(to)
     return checkpoints.export_for(

@@ -12,7 +12,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -29,6 +29,7 @@ JOURNAL = "journal.jsonl"
 ASIDE = "journal-damaged-{}.jsonl"
 # and the user's number: a folder of a node, in one where everybody may write
 OF_NODE = "elastic-logs-"
+MODEL = "model/"  # what an export puts beside the weights
 LOGS = "logs"  # what the workers print, a file for each process
 STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
 
@@ -231,6 +232,16 @@ class RunFolder:
         """A file of the folder goes to the run's storage too."""
         if self.storage.remote:
             self.storage.put(name, (self.folder / name).read_bytes())
+
+    def keep_files(self, files: Mapping[str, bytes]) -> None:
+        """What an export puts beside the weights goes to the run's storage."""
+        for name, data in files.items():
+            self.storage.put(MODEL + name, data)
+
+    def files(self) -> dict[str, bytes]:
+        """What `keep_files` has stored."""
+        keys = self.storage.list(MODEL)
+        return {key.removeprefix(MODEL): self.storage.get(key) for key in keys}
 
     def _found(self, known: JournalParts | None = None) -> _Found:
         """As of one moment: where a part was stored while this looked, it looks again."""

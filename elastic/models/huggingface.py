@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -224,6 +226,41 @@ def folder_files(config: PreTrainedConfig, architecture: str, source: Any) -> di
             if file.is_file() and any(file.match(pattern) for pattern in BESIDE):
                 found[file.name] = file.read_bytes()
     return found
+
+
+def files_of(model: nn.Module, *beside: Any) -> Callable[[], dict[str, bytes]] | None:
+    """`Program.files` of a model that a script has made, whose weights are exported as it names
+    them; `beside`: its tokenizer or processor. None where it is no model of transformers."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    return lambda: _saved(model, beside)
+
+
+def _saved(model: Any, beside: Iterable[Any]) -> dict[str, bytes]:
+    """Raises SpecError where transformers would take the weights for others."""
+    config = copy.deepcopy(model.config)
+    if name := _renamed(config, model.state_dict()):
+        raise SpecError(
+            f"transformers would rename '{name}' while it loads a model of type "
+            f"{config.model_type}; export without --job, which writes the weights alone"
+        )
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    generation = model.generation_config if model.can_generate() else None
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (config, generation, *beside):
+            if part is not None:
+                part.save_pretrained(folder)
+        files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def _renamed(config: PreTrainedConfig, names: Iterable[str]) -> str | None:
+    """A name that is another one after loading."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    changes = get_checkpoint_conversion_mapping(config.model_type) or []
+    return next((n for n in names if any(c.rename_source_key(n)[0] != n for c in changes)), None)
 
 
 def _converted(config: PreTrainedConfig) -> bool:

@@ -201,6 +201,16 @@ def resuming(run: RunFolder, job: Job) -> str:
     return shlex.join([*words, "--script", os.path.relpath(job.script), *args])
 
 
+def exporting(run: RunFolder, job: Job) -> str:
+    """The command that writes the newest model of a run, typed in this folder."""
+    words, folder = ["elastic", "checkpoint", "export", run.name], run.uri.rpartition("/")[0]
+    if storage_uri(None) != folder:
+        words += ["--storage", folder]
+    if job.script is None and job.folder and (Path(job.folder) / "job.yaml").is_file():
+        words += ["--job", os.path.relpath(job.folder)]  # its program knows what stands beside it
+    return f"{shlex.join(words)} --to FOLDER"
+
+
 def _typed(run: RunFolder) -> str:
     """The same from what was typed when it was started last; '' = that is not known, or was
     elsewhere."""

@@ -184,6 +184,7 @@ class JobRun:
             with writable(str(self.place.folder)):
                 find_runs.remember(self.place, self.options.words)
                 journal = self.place.open_journal(lease.epoch, stored, self._cut)
+                self._keep_files()
             journal.hear = [observers.hear, *([self.terminal.hear] if self.terminal else [])]
             stack.callback(journal.close)
             observers.start(before, lease.epoch)
@@ -192,6 +193,20 @@ class JobRun:
             stack.enter_context(seldom_collected())
             last = drive(backend, journal, start, state=state, found=self._damaged)
         return self._result(last)
+
+    def _keep_files(self) -> None:
+        """What stands beside the weights of an export: who exports needs no program for it."""
+        if self.spec.script is None or self.program.files is None:
+            return  # of a Program an export with --job writes other weights (adapters, a student)
+        try:
+            files = self.program.files()
+        except Exception as error:  # noqa: BLE001 - a boundary: the user's program may raise anything
+            if self.options.show:
+                said = error if isinstance(error, SpecError) else repr(error)
+                what = "its checkpoints will be exported without config.json and the like"
+                print(f"note: {what}: {said}", file=self._out())
+            return
+        self.place.keep_files(files)
 
     def _observers(self, stack: ExitStack) -> Observers:
         def say(line: str) -> None:

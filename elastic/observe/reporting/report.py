@@ -20,6 +20,7 @@ from elastic.observe.diagnosis.axis_rows import AxisRow
 from elastic.observe.diagnosis.evidence import Evidence
 from elastic.observe.diagnosis.step_verdicts import verdicts
 from elastic.observe.diagnosis.verdicts import RunVerdict, percent
+from elastic.observe.find_runs import exporting
 from elastic.observe.metrics.metrics_csv import CSV
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.noise_advice import NoiseScale, advice, estimate
@@ -101,6 +102,7 @@ def write(
         f"curve: {run.folder / PLOT}",
         f"steps: {run.folder / CSV}",
         f"data:  {run.storage.uri_of(FILE)}",
+        *([f"model: {exporting(run, view.state.job)}"] if view.state.durable else []),
     ]
 
 

@@ -108,16 +108,23 @@ def export(
     to: Storage,
     *,
     tied: Mapping[str, str] | None = None,
+    beside: Mapping[str, bytes] | None = None,
     file_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
     byte read is checked. `tied`: as `tied_names`; they are written too, so that `load_state_dict`
-    finds every name."""
+    finds every name. `beside`: files that are written beside them."""
     item = chosen(run, step)
     shapes, parts = _weights(checkpoint_index.open_checkpoint(item.uri), tied or {})
     most = FILE_BYTES if file_bytes is None else file_bytes
     files = write_files(to, shapes, parts, file_bytes=most)
-    return _done(item, to, n_tensors=len(shapes), files=files)
+    return _done(item, to, n_tensors=len(shapes), files=[*files, *_put(to, beside or {})])
+
+
+def _put(to: Storage, files: Mapping[str, bytes]) -> Iterable[str]:
+    for name, data in files.items():
+        to.put(name, data)
+    return files
 
 
 def _done(
@@ -203,9 +210,7 @@ def export_for(
     finally:
         if trained is not None:
             trained.close()
-    for name, data in beside.items():
-        to.put(name, data)
-    return _done(item, to, n_tensors=len(shapes), files=[*files, *beside])
+    return _done(item, to, n_tensors=len(shapes), files=[*files, *_put(to, beside)])
 
 
 # ------------------------------------------------------------------------------------------- import

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 
 from elastic.errors import ProgramError, SpecError
+from elastic.models.huggingface import files_of
 from elastic.worker.loop.loop import Run, loop
 from elastic.worker.program.calls import cut_rows
 from elastic.worker.program.loop_program import map_style
@@ -78,8 +81,6 @@ OF_A_TRAINER = {
 SHOWING = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 OVERRIDABLE = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
 AFTERWARDS = {  # methods that cannot be what they were
-    "evaluate": "validation_loss is in the run's report.json and metrics.csv, after eval_steps and "
-    "after the last step",
     "predict": EXPORT,
     "push_to_hub": EXPORT,
     "hyperparameter_search": "start a run for each trial",
@@ -129,6 +130,7 @@ class PreparedTrainer:
             model=self.trainer.model,
             optimizer=optimizer,
             count=losses.count,
+            files=files_of(self.trainer.model, self.trainer.processing_class),
             **({} if scheduler is None else {"extra_state": {"scheduler": scheduler}}),
             **given,
             **self._validation(losses),
@@ -175,6 +177,25 @@ class PreparedTrainer:
         samples = {} if "eval_samples" in self.job else {"eval_samples": len(rows)}
         return {"validation": rows, "evaluate": losses, **samples}
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Behind train(): the loss over eval_dataset after the last step, with which every run ends
+        by itself. Of others nothing is known: no numbers, and a line that says so."""
+        if self._run is None:
+            raise SpecError(
+                f"{HERE}: trainer.evaluate() before train(): the run validates at eval_steps and "
+                "after the last step; put it behind train(), or leave it out"
+            )
+        loss = self._run.validated.get("validation_loss")
+        other = eval_dataset is not None and eval_dataset is not self.trainer.eval_dataset
+        if loss is not None and not other:
+            return {f"{metric_key_prefix}_loss": loss}
+        if not self._run.rank:
+            what = "it was given another eval_dataset" if other else "no eval_dataset was validated"
+            print(f"note: trainer.evaluate() gives no numbers: {what}", flush=True)
+        return {}
+
     def save_model(self, output_dir: str | None = None, **_: Any) -> None:
         """Config and tokenizer; the weights are in the run's checkpoints."""
         run, folder = self._run, output_dir or self.trainer.args.output_dir
@@ -187,8 +208,14 @@ class PreparedTrainer:
         ):
             if part is not None:
                 part.save_pretrained(folder)
-        weights = EXPORT.replace("FOLDER", str(folder))
-        print(f"note: {folder} has the config and the tokenizer; {weights} there", flush=True)
+        export = shlex.join(
+            ["elastic", "checkpoint", "export", run.name, "--to", os.path.abspath(folder)]
+        )
+        print(
+            f"note: {folder} has the config and the tokenizer; once the run has ended, `{export}` "
+            "writes the weights there: what loads the folder belongs behind that",
+            flush=True,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name in AFTERWARDS:

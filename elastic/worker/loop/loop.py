@@ -27,6 +27,7 @@ from torch import nn
 from elastic.config.job import loop_keys
 from elastic.errors import ProgramError, SpecError
 from elastic.models.blocks import blocks_of
+from elastic.models.huggingface import files_of
 from elastic.worker.loop.forgotten_state import forgotten, taken
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.logged_numbers import LoggedNumbers
@@ -93,6 +94,8 @@ class loop:
                  batch) -> summed loss of a batch of the validation set, or a dict of sums with
                  "loss" among them: each is reported per token (or sample), "loss" as
                  validation_loss. `validation` and `evaluate`: both or none.
+    files:       as in `elastic.Program`; default: config.json and the like of a model of
+                 transformers.
     epochs:      instead of `steps`: so many steps that the dataset is gone through as often.
     job:         every other keyword is a key of job.yaml, with the value that it has there (steps,
                  global_batch, seed, eval_every, pools ...): what the job says where neither its
@@ -112,6 +115,7 @@ class loop:
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     validation: Any = None
     evaluate: Callable[[Any, Any], Any] | None = None
+    files: Callable[[], Mapping[str, bytes]] | None = None
     epochs: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
 
@@ -203,6 +207,7 @@ class loop:
             settings=self.job if self.epochs is None else {**self.job, EPOCHS: self.epochs},
             evaluation=self._evaluation(given),
             given=given,
+            files=self.files or files_of(self.model),
         )
 
     def _counted(self, given: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
@@ -267,12 +272,15 @@ class Run:
 
     def __init__(self, program: LoopProgram, optimizer: Own) -> None:
         self.program, self.optimizer = program, optimizer
+        self.name = "RUN"  # what commands call it
         self.calls = CallLog()
         self.model = LoopModel(lambda: _on_meta(program), self.calls)
         self.handoff = Handoff()
         self.committed = False
         self.train_loss: float | None = None
         self.grad_norm: float | None = None
+        # by the last validation; before the end it may be there on some ranks only
+        self.validated: Mapping[str, float] = {}
         self._batch: Mapping[str, torch.Tensor] | None = None
         self._held: OfferedBatch | None = None  # asked for, and not given to the script yet
         self._epoch: int | None = None  # that `epochs()` has given last

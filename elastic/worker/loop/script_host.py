@@ -220,9 +220,15 @@ class Script:
     """
 
     def __init__(
-        self, source: ScriptSource, device: torch.device, calls_file: Path | None = None
+        self,
+        source: ScriptSource,
+        device: torch.device,
+        calls_file: Path | None = None,
+        *,
+        run_name: str = "RUN",
     ) -> None:
-        """`calls_file`: where it is kept what the script calls."""
+        """`calls_file`: where it is kept what the script calls. `run_name`: in what is told."""
+        self.run_name = run_name
         self.source, self.device, self.calls_file = source, device, calls_file
         self.handoff = Handoff()
         self.run: Run | None = None  # of the loop that was entered last
@@ -243,6 +249,7 @@ class Script:
         if self._inside:
             raise ProgramError("elastic.loop is entered a second time; a script has one loop")
         self._inside, self.run, run.handoff = True, run, self.handoff
+        run.name = self.run_name
         if self.calls_file is not None:
             with suppress(OSError):  # a full disk: then only who waits can be asked
                 run.calls.keep_in(self.calls_file)
@@ -358,6 +365,11 @@ class Script:
             self._heard(step, last=step == self.run.steps)
         else:
             self.handoff.hear()
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """What a validation has found; of every rank the same."""
+        assert self.run is not None
+        self.run.validated = metrics
 
     def logged(self) -> dict[str, float]:
         """What the script has told of the step that is done, before run.step() and since. Raises

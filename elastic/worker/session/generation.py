@@ -426,6 +426,8 @@ class Generation:
             place.job.eval_samples,
             tick=lambda: place.at_phase("evaluating", state.step),
         )
+        if place.script is not None:
+            place.script.evaluated(metrics)
         if self.rank == 0:
             seconds = round(time.monotonic() - began, 4)
             place.report(Evaluated(self.number, state.step, metrics, seconds))

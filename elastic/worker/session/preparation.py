@@ -191,7 +191,10 @@ class Preparation:
         if self.job.float8:
             check_float8(device)
         source = ScriptSource.of(self.job, self.train_function)
-        script = Script(source, device, self.calls_file) if self.job.script else None
+        script = None
+        if self.job.script:
+            name = self.run_uri.rpartition("/")[2]
+            script = Script(source, device, self.calls_file, run_name=name)
         program = load_program(self.job.program) if script is None else script.start()
         program = with_job(program, self.job)
         opened = PhaseData.of(program, self.job)

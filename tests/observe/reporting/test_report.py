@@ -53,6 +53,8 @@ def test_report(tmp_path: Path) -> None:
     assert "every step trained on exactly its own samples" in text
     assert "wasted_progress" in text
     assert "  def f():\n    pass" in text
+    words = f"{tmp_path.name} --storage {tmp_path.parent} --to FOLDER"
+    assert shown[-1] == f"model: elastic checkpoint export {words}"
     assert (tmp_path / "loss.png").is_file()
     written = json.loads((tmp_path / "report.json").read_text())
     assert {k: v for k, v in written.items() if k != "ledger"} == json.loads(json.dumps(data))

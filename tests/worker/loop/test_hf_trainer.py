@@ -218,14 +218,24 @@ def test_what_a_trainer_does_afterwards(
     trainer = made()
     prepared = PreparedTrainer(trainer, {})
     assert prepared.args is trainer.args and prepared.state is trainer.state
-    with pytest.raises(ProgramError, match=r"trainer.evaluate: validation_loss is in the run's"):
+    with pytest.raises(
+        SpecError, match=r"trainer.evaluate\(\) before train\(\): the run validates"
+    ):
         prepared.evaluate()
+    with pytest.raises(ProgramError, match=r"trainer.predict: `elastic checkpoint export RUN"):
+        prepared.predict([])
     prepared.save_model()  # before it trains, and on another rank than the first
     assert not (tmp_path / "out" / "config.json").exists()
-    prepared._run = type("Run", (), {"rank": 0})()
+    here = {"rank": 0, "validated": {"validation_loss": 0.5}, "name": "first"}
+    prepared._run = type("Run", (), here)()
+    assert prepared.evaluate() == {"eval_loss": 0.5}
+    assert prepared.evaluate([1], metric_key_prefix="test") == {}
+    assert (
+        "note: trainer.evaluate() gives no numbers: it was given another" in capsys.readouterr().out
+    )
     prepared.save_model()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
-    said = f"elastic checkpoint export RUN --to {tmp_path / 'out'}` writes the model there"
+    said = f"elastic checkpoint export first --to {tmp_path / 'out'}` writes the weights there"
     assert said in capsys.readouterr().out
     with pytest.raises(SpecError, match="it is a int; give a transformers.Trainer"):
         PreparedTrainer(3, {})
