@@ -116,6 +116,7 @@ from elastic.types.nouns import (
     Source,
     Transfer,
     WorkerId,
+    holdings,
     is_auto,
     named_after_auto,
     parse_layout,
@@ -162,7 +163,7 @@ __all__ = [
     "ScriptEnded", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source",
     "StartProfile", "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec",
     "Terms", "Transfer", "UnitFlow", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart",
-    "coarsest", "is_auto", "is_noun", "named_after_auto", "names_of", "parse_layout",
+    "coarsest", "holdings", "is_auto", "is_noun", "named_after_auto", "names_of", "parse_layout",
     "redone_as_before", "repeats", "tolerance", "version_differences", "worst",
 ]  # fmt: skip
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import repeat
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -226,6 +227,14 @@ class Holding(NamedTuple):
     rank: int
     step: int
     kind: Literal["live", "peer"]
+
+
+def holdings(
+    workers: Iterable[WorkerId], generation: int, ranks: Iterable[int], *, step: int, kind: str
+) -> Iterator[Holding]:
+    """Of many workers, each with its rank."""
+    rows = zip(workers, repeat(generation), ranks, repeat(step), repeat(kind))
+    return map(partial(tuple.__new__, Holding), rows)
 
 
 @dataclass(frozen=True)
