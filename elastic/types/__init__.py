@@ -120,6 +120,7 @@ from elastic.types.nouns import (
     is_auto,
     named_after_auto,
     parse_layout,
+    worker_ids,
 )  # fmt: skip
 from elastic.types.profiles import (
     Attention,
@@ -164,7 +165,8 @@ __all__ = [
     "StartProfile", "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec",
     "Terms", "Transfer", "UnitFlow", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart",
     "coarsest", "holdings", "is_auto", "is_noun", "named_after_auto", "names_of", "parse_layout",
-    "redone_as_before", "repeats", "tolerance", "version_differences", "worst",
+    "redone_as_before", "repeats", "tolerance", "version_differences",
+    "worker_ids", "worst",
 ]  # fmt: skip
 
 
