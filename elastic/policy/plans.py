@@ -33,6 +33,7 @@ from elastic.types import (
     Rehearsal,
     Resume,
     WorkerId,
+    worker_ids,
 )  # fmt: skip
 from elastic.types.replacing import follows_from, replace
 
@@ -125,19 +126,22 @@ def _searched(state: State, nodes: Sequence[Node]) -> Choice:
         raise found
     nodes_there = tuple(node.node_id for node in ordered)
     names = dict(zip(found.nodes, nodes_there, strict=True))
-    ranks = tuple(WorkerId(names[node], rank) for node, rank in found.ranks)
+    of_node = map(names.__getitem__, map(attrgetter("node_id"), found.ranks))
+    ranks = tuple(worker_ids(of_node, map(attrgetter("local_rank"), found.ranks)))
     return replace(found, ranks=ranks, nodes=nodes_there)
 
 
 def _limits(state: State, nodes: Sequence[Node]) -> LayoutLimits:
     pools = {pool.name: pool for pool in state.pools}
     of_node = {node.node_id: pools[node.pool] for node in nodes if node.pool in pools}
-    memory = {name: gpu_bytes(state, pool) for name, pool in of_node.items()}
+    room = {name: gpu_bytes(state, pool) for name, pool in pools.items()}
+    zones = {name: zone_of(pool) for name, pool in pools.items()}
+    memory = {name: room[pool.name] for name, pool in of_node.items()}
     return LayoutLimits(
         infeasible=state.infeasible,
         hardware=_hardware(state, nodes),
         rates=speeds.rates(state, nodes),
-        zones={name: zone_of(pool) for name, pool in of_node.items()},
+        zones={name: zones[pool.name] for name, pool in of_node.items()},
         memory=memory if len(memory) == len(nodes) and all(memory.values()) else None,
         unusable=refused_layouts.unusable_layouts(state),
         on_gpus=any(pool.accelerator_type != "CPU" for pool in of_node.values()),
@@ -227,7 +231,7 @@ def with_rehearsals(state: State, decision: Decision) -> Decision:
             choice = choice_of(state, nodes[: len(nodes) - fewer])
         except InfeasiblePlan:  # nothing to rehearse
             continue
-        choices.append((choice, {worker: rank for rank, worker in enumerate(choice.ranks)}))
+        choices.append((choice, dict(zip(choice.ranks, range(len(choice.ranks)), strict=True))))
     actions = tuple(
         _rehearsing(state, action, choices) if isinstance(action, Prepare) else action
         for action in decision.actions

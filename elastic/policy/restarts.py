@@ -49,8 +49,9 @@ KEPT_PAUSES = 9
 def in_order(state: State, nodes: Sequence[Node]) -> list[Node]:
     """Those of the newest plan first, so that ranks stay where they are."""
     newest = state.plans.get(state.generation)
-    place = {name: i for i, name in enumerate(newest.nodes)} if newest else {}
-    return sorted(nodes, key=lambda node: place.get(node.node_id, len(place)))
+    others = {node.node_id: node for node in nodes}
+    stay = [others.pop(name) for name in newest.nodes if name in others] if newest else []
+    return [*stay, *others.values()]
 
 
 def choice(state: State, nodes: Sequence[Node]) -> Choice:

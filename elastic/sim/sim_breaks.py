@@ -3,7 +3,7 @@ step that was under way, and what the survivors report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic.sim.functions import Functions
@@ -21,6 +21,7 @@ from elastic.types import (
     StepDone,
     WorkerFailed,
     WorkerId,
+    holdings,
 )
 from elastic.types.rank_timing import RankTimes
 
@@ -125,11 +126,9 @@ class Breaks(SimMachines):
 
     def _break(self, group: SimGeneration, moment: Moment = "inside") -> None:
         group.ended = True
-        survivors = {
-            w: rank
-            for rank, w in enumerate(group.plan.ranks)
-            if self._answers(w) and w not in self._without_device
-        }
+        plan = group.plan
+        out = self._mute(plan.workers, plan.nodes_taking_part) | self._without_device
+        survivors = {w: rank for rank, w in enumerate(plan.ranks) if w not in out}
         self._leave(group, survivors, moment)
         if survivors:
             heard = min(survivors, key=lambda worker: self._cut_s([worker]))
@@ -148,16 +147,17 @@ class Breaks(SimMachines):
                 else:
                     self._pending[worker] = (group.plan.generation, group.step + 1)
 
-    def _advance(self, group: SimGeneration, ranks: Iterable[int], step: int) -> None:
+    def _advance(self, group: SimGeneration, ranks: Sequence[int], step: int) -> None:
         """Each of these has its boxes of it."""
         plan, generation, held = group.plan, group.plan.generation, self._held
         commit = float(generation), float(step)
-        for rank in ranks:
-            worker = plan.ranks[rank]
+        workers = [plan.ranks[rank] for rank in ranks]
+        live = holdings(workers, generation, ranks, step=step, kind="live")
+        for worker, holding in zip(workers, live, strict=True):
             kept = [
                 h for h in held.get(worker, ()) if h.kind == "peer" or h.generation != generation
             ]
-            held[worker] = (Holding(worker, generation, rank, step, "live"), *kept)
+            held[worker] = (holding, *kept)
             self._commits[worker] = commit
             self._pending.pop(worker, None)
 
@@ -184,13 +184,16 @@ class Breaks(SimMachines):
             recent = group.plan.generation >= action.generation - 1 or not group.ended
             members |= group.members if recent else set()
             group.ended = True
-        answering = [worker for worker in sorted(members) if self._answers(worker)]
+        nodes = {worker.node_id for worker in members}
+        answering = sorted(members - self._mute(members, nodes))
         for heard_s, same in self._by_hearing(answering).items():
             self._after(heard_s, lambda same=same: self._answer(same, action.generation))  # type: ignore[misc]
 
-    def _by_hearing(self, workers: Iterable[WorkerId]) -> dict[float, list[WorkerId]]:
+    def _by_hearing(self, workers: Sequence[WorkerId]) -> dict[float, list[WorkerId]]:
         """In how many seconds an order reaches them and is obeyed -> those of whom that is so: of
         an undisturbed network all."""
+        if not self._cut_once:
+            return {self.delays.quiesce_s: list(workers)} if workers else {}
         found: dict[float, list[WorkerId]] = {}
         for worker in workers:
             heard_s = self._cut_s([worker]) + self.delays.quiesce_s
@@ -198,9 +201,10 @@ class Breaks(SimMachines):
         return found
 
     def _answer(self, workers: Iterable[WorkerId], generation: int) -> None:
-        held = self._held
+        held, asked = self._held, frozenset(workers)
+        mute = self._mute(asked, {worker.node_id for worker in asked})
         for worker in workers:
-            if self._answers(worker):
+            if worker not in mute:
                 self._untold(held.get(worker, ()))
                 self._tell(self._report(worker, generation, held))
 
@@ -253,10 +257,9 @@ class Breaks(SimMachines):
         rank_of = {worker: rank for rank, worker in enumerate(group.plan.ranks)}
 
         def applied(workers: Iterable[WorkerId]) -> None:
-            for worker in workers:
-                if self._answers(worker) and self._pending.get(worker) == order:
-                    self._advance(group, (rank_of[worker],), action.step)
-                self._answer((worker,), action.generation)
+            waiting = [w for w in workers if self._pending.get(w) == order and self._answers(w)]
+            self._advance(group, [rank_of[worker] for worker in waiting], action.step)
+            self._answer(workers, action.generation)
 
         for heard_s, same in self._by_hearing(group.plan.ranks).items():
             self._after(heard_s, lambda same=same: applied(same))  # type: ignore[misc]

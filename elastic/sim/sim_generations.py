@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import count
 
 from elastic.sim.gpu_speeds import FORWARD, Paces, step_s
 from elastic.sim.scripted_faults import Delays, Fault
@@ -36,6 +37,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
     WrongNumbers,
+    holdings,
 )  # fmt: skip
 from elastic.types.grid import axes_of, replica_keys
 
@@ -78,25 +80,16 @@ class Generations(Breaks):
         plan = action.plan
         if plan.generation <= max(self._groups, default=0):
             self.violations.append(f"generation {plan.generation} after {max(self._groups)}")
-        lost = [
-            worker
-            for worker in plan.ranks
-            if worker.node_id in self._told_lost or worker.node_id not in self._machines
-        ]
-        if lost:
-            self.violations.append(
-                f"generation {plan.generation} uses {lost[0]}, which was reported lost"
-            )
-        broken = [worker for worker in plan.ranks if worker in self._told_broken]
-        if broken:
-            self.violations.append(
-                f"generation {plan.generation} uses {broken[0]}, whose device has failed"
-            )
-        late = [w for w in plan.ranks if w not in lost and self._deadline_s(w) <= self._now_s]
-        if late:
-            self.violations.append(
-                f"generation {plan.generation} uses {late[0]}, whose deadline has passed"
-            )
+        nodes, now_s = frozenset(plan.nodes), self._now_s
+        lost = nodes.difference(self._machines) | (nodes & self._told_lost)
+        there = [worker for worker in plan.ranks if worker.node_id not in lost]
+        for bad, why in (
+            ([w for w in plan.ranks if w.node_id in lost], "which was reported lost"),
+            ([w for w in plan.ranks if w in self._told_broken], "whose device has failed"),
+            ([w for w in there if self._deadline_s(w) <= now_s], "whose deadline has passed"),
+        ):
+            if bad:
+                self.violations.append(f"generation {plan.generation} uses {bad[0]}, {why}")
         if plan.resume.source != "fresh" and plan.resume.generation in self._wrong:
             self.violations.append(
                 f"generation {plan.generation} comes of {plan.resume.generation}, whose content "
@@ -114,7 +107,7 @@ class Generations(Breaks):
                 f"{plan.resume.step}"
             )
         if (
-            len(set(plan.ranks)) != plan.layout.world_size
+            len(plan.workers) != plan.layout.world_size
             or sum(plan.samples) != self._job_of(plan).global_batch
         ):
             self.violations.append(
@@ -125,15 +118,15 @@ class Generations(Breaks):
         made, self._forming = self._forming, None
         there = made is not None and made.entered and made.plan.meeting == plan.meeting
         group.set_up_s = 0.0 if there else self._set_up_s(plan)
-        for worker in sorted(group.members):
-            if not self._lives(worker):
-                self._tell(WorkerFailed(worker, plan.generation, "process", "it is not there"))
-        failed = self._without_device & set(plan.ranks)
+        ended = self._ended(group.members, plan.nodes_taking_part)
+        for worker in sorted(ended):
+            self._tell(WorkerFailed(worker, plan.generation, "process", "it is not there"))
+        failed = self._without_device & plan.workers
         for worker in sorted(failed):
             self._tell_broken(worker, plan.generation, 0)
-        if failed or any(not self._lives(worker) for worker in group.members):
+        if failed or ended:
             self._break(group)
-        elif any(not self._answers(worker) for worker in group.members):
+        elif self._mute(group.members, plan.nodes_taking_part):
             self._unanswered(group)
         source = self._groups.get(plan.resume.generation)
         if plan.resume.source == "live" and source is not None and not source.ended:
@@ -173,9 +166,8 @@ class Generations(Breaks):
             )
 
         def made() -> None:
-            if self._forming is forming and all(
-                self._answers(worker) for worker in forming.members
-            ):
+            nodes = action.plan.nodes_taking_part
+            if self._forming is forming and not self._mute(forming.members, nodes):
                 self._formed(forming)
 
         self._after(self._set_up_s(action.plan), made)
@@ -196,7 +188,7 @@ class Generations(Breaks):
 
     def _entered(self, group: SimGeneration) -> None:
         plan, resume = group.plan, group.plan.resume
-        if not group.ended and any(not self._answers(worker) for worker in group.members):
+        if not group.ended and self._mute(group.members, plan.nodes_taking_part):
             self._unanswered(group)
         if group.ended:
             return
@@ -236,9 +228,10 @@ class Generations(Breaks):
         for worker in sorted(plan.senders):
             held.pop(worker, None)
             self._tell(Quiesced(worker, plan.generation, group.step))
-        for rank, worker in enumerate(plan.ranks):
+        live = holdings(plan.ranks, plan.generation, count(), step=group.step, kind="live")
+        for worker, holding in zip(plan.ranks, live, strict=True):
             before = held.get(worker, ()) if copied else ()  # until a copy counts
-            held[worker] = (Holding(worker, plan.generation, rank, group.step, "live"), *before)
+            held[worker] = (holding, *before)
             self._commits.pop(worker, None)
             self._pending.pop(worker, None)
         group.entered = True
@@ -453,19 +446,20 @@ class Generations(Breaks):
             ]
             for worker in plan.ranks
         ]
-        for rank, keepers in enumerate(plan.copies_to):
-            for keeper in (rank, *keepers):
-                copy = Holding(plan.ranks[keeper], plan.generation, rank, step, "peer")
-                kept[keeper].append(copy)
+        pairs = [(rank, k) for rank, to in enumerate(plan.copies_to) for k in (rank, *to)]
+        ranks, keepers = [rank for rank, _ in pairs], [keeper for _, keeper in pairs]
+        there = map(plan.ranks.__getitem__, keepers)
+        copies = holdings(there, plan.generation, ranks, step=step, kind="peer")
+        for keeper, copy in zip(keepers, copies, strict=True):
+            kept[keeper].append(copy)
         held.update(zip(plan.ranks, map(tuple, kept), strict=True))
 
     def _save(self, group: SimGeneration) -> None:
         plan, step = group.plan, group.step
 
         def stored() -> None:
-            if self._groups.get(plan.generation) is not group or not all(
-                self._lives(worker) for worker in plan.ranks
-            ):
+            there = self._groups.get(plan.generation) is group
+            if not there or self._ended(plan.workers, plan.nodes_taking_part):
                 return
             # the driver writes the marker, when it has heard of all parts
             if (wait_s := self._cut_s(plan.ranks)) > 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from elastic.sim.clock import Clock
@@ -231,6 +231,22 @@ class SimMachines(Clock):
 
     def _answers(self, worker: WorkerId) -> bool:
         return self._lives(worker) and not self._machines[worker.node_id].hung
+
+    def _ended(self, workers: Set[WorkerId], nodes: Set[str]) -> Set[WorkerId]:
+        """Of many workers, which are on these nodes, those that do not live."""
+        standing = {name for name, machine in self._machines.items() if machine.gone_s is None}
+        return self._off(workers, nodes - standing)
+
+    def _mute(self, workers: Set[WorkerId], nodes: Set[str]) -> Set[WorkerId]:
+        """Of many workers, which are on these nodes, those that do not answer."""
+        machines = self._machines.items()
+        well = {name for name, one in machines if one.gone_s is None and not one.hung}
+        return self._off(workers, nodes - well)
+
+    def _off(self, workers: Set[WorkerId], away: Set[str]) -> Set[WorkerId]:
+        away = away | {worker.node_id for worker in self._dead if worker.local_rank < 0}
+        dead = workers & self._dead
+        return dead | {w for w in workers if w.node_id in away} if away else dead
 
     def _cut_s(self, workers: Iterable[WorkerId]) -> float:
         """Until all of these are reached."""

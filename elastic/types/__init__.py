@@ -117,9 +117,11 @@ from elastic.types.nouns import (
     Source,
     Transfer,
     WorkerId,
+    holdings,
     is_auto,
     named_after_auto,
     parse_layout,
+    worker_ids,
 )  # fmt: skip
 from elastic.types.profiles import (
     Attention,
@@ -164,8 +166,9 @@ __all__ = [
     "ScriptEnded", "SetCadence", "SetShares", "ShardStored", "SharesSet", "Silent", "Source",
     "StartProfile", "StepDone", "Stop", "StopAsked", "StorageSeen", "StoreCopy", "TensorSpec",
     "Terms", "Transfer", "UnitFlow", "WorkerFailed", "WorkerId", "WrongNumbers", "agree", "apart",
-    "coarsest", "is_auto", "is_noun", "named_after_auto", "names_of", "parse_layout",
-    "redone_as_before", "repeats", "tolerance", "version_differences", "worst",
+    "coarsest", "holdings", "is_auto", "is_noun", "named_after_auto", "names_of", "parse_layout",
+    "redone_as_before", "repeats", "tolerance", "version_differences",
+    "worker_ids", "worst",
 ]  # fmt: skip
 
 

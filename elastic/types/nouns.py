@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import count, repeat
 from math import prod
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from elastic.errors import SpecError, nearest
@@ -93,6 +95,11 @@ class WorkerId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.node_id}/{self.local_rank}"
+
+
+def worker_ids(nodes: Iterable[str], local_ranks: Iterable[int]) -> Iterator[WorkerId]:
+    """Of many at once."""
+    return map(partial(tuple.__new__, WorkerId), zip(nodes, local_ranks))
 
 
 # ------------------------------------------------------------------------------------------- layout
@@ -228,6 +235,14 @@ class Holding(NamedTuple):
     kind: Literal["live", "peer"]
 
 
+def holdings(
+    workers: Iterable[WorkerId], generation: int, ranks: Iterable[int], *, step: int, kind: str
+) -> Iterator[Holding]:
+    """Of many workers, each with its rank."""
+    rows = zip(workers, repeat(generation), ranks, repeat(step), repeat(kind))
+    return map(partial(tuple.__new__, Holding), rows)
+
+
 @dataclass(frozen=True)
 class Resume:
     """Where a new generation takes its state from.
@@ -326,16 +341,13 @@ class Plan:
     @cached_property
     def senders(self) -> frozenset[WorkerId]:
         """Workers that hold a part of its first state and are none of its ranks."""
-        return frozenset(holding.worker for holding in self.resume.holdings) - self.workers
+        return frozenset(map(attrgetter("worker"), self.resume.holdings)) - self.workers
 
     @cached_property
     def live(self) -> tuple[Holding, ...]:
         """What each rank holds of the boundary where it stops, whichever that is going to be (see
         Resume)."""
-        return tuple(
-            Holding(worker, self.generation, rank, -1, "live")
-            for rank, worker in enumerate(self.ranks)
-        )
+        return tuple(holdings(self.ranks, self.generation, count(), step=-1, kind="live"))
 
     @cached_property
     def nodes_taking_part(self) -> frozenset[str]:

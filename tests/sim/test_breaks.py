@@ -24,6 +24,7 @@ from elastic.types import (
     RollForward,
     StepDone,
     TensorSpec,
+    WorkerId,
 )
 
 MODEL = ModelProfile(
@@ -154,3 +155,31 @@ def test_a_step_that_always_is_no_number_ends_the_run() -> None:
         "rollback",
     ]
     assert "its samples: 1, 2; again, after one roll-back" in state.outcome_reason
+
+
+class Watched(SimBackend):
+    """At each order: who of all workers lives and answers, one by one and all at once."""
+
+    ended = mute = 0
+
+    def execute(self, action: Any) -> None:
+        super().execute(action)
+        nodes = {*self._machines, "nowhere"}
+        workers = frozenset(WorkerId(name, k) for name in nodes for k in range(3))
+        ended, mute = self._ended(workers, nodes), self._mute(workers, nodes)
+        assert ended == {worker for worker in workers if not self._lives(worker)}
+        assert mute == {worker for worker in workers if not self._answers(worker)}
+        gone = {worker for worker in workers if worker.node_id == "nowhere"}
+        self.ended, self.mute = self.ended + (ended > gone), self.mute + (mute > ended)
+
+
+def test_many_workers_live_and_answer_as_each_of_them_does() -> None:
+    pools = (Pool("p", gpus_per_node=2, max_nodes=4, market_type="spot"),)
+    kinds = ("process", "loss", "hang", "partition")
+    faults = [Fault(AT_S + 8 * i, kind, which=i, lasts_s=6) for i, kind in enumerate(kinds)]
+    backend = Watched(pools, Job.from_plain(JOB | {"steps": 200}), faults)
+    state = drive(
+        backend, MemoryJournal(), DriverStarted("r", 1, JOB | {"steps": 200}, pools, MODEL)
+    )
+    assert state.phase == "succeeded" and backend.violations == []
+    assert backend.ended and backend.mute

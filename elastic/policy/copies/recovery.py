@@ -3,6 +3,8 @@ holder, else storage."""
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from elastic.errors import StateLost
 from elastic.policy.faults import refused_layouts
 from elastic.policy.faults.corruption import corrupted
@@ -57,6 +59,8 @@ def forward(state: State) -> RollForward | None:
     just this step beside the state before it, and nothing that the broken collective may have left
     half-done.
     """
+    if not state.pending:
+        return None
     held = _held(state)
     for (step, generation), there in sorted(held.items(), reverse=True):
         plan = state.plans[generation]
@@ -74,7 +78,8 @@ def forward(state: State) -> RollForward | None:
 def covered(plan: Plan, holdings: list[Holding], alone: bool = False) -> bool:
     """Does every group of ranks with equal boxes have a holder? `alone`: see replica_key."""
     keys = replica_keys(plan.layout, alone)
-    return {keys[h.rank] for h in holdings if 0 <= h.rank < len(keys)} == set(keys)
+    ranks = set(map(attrgetter("rank"), holdings))
+    return {keys[rank] for rank in ranks if 0 <= rank < len(keys)} == set(keys)
 
 
 def alone(state: State) -> bool:
@@ -86,9 +91,13 @@ def _chosen(state: State, plan: Plan, holdings: list[Holding]) -> tuple[Holding,
     """One holding per worker and rank (live before peer); workers of draining nodes only where no
     other would do."""
     by_place: dict[tuple[int, WorkerId], Holding] = {}
-    for holding in sorted(holdings, key=lambda h: (h.rank, str(h.worker), h.kind != "live")):
-        by_place.setdefault((holding.rank, holding.worker), holding)
-    every = list(by_place.values())
+    for holding in holdings:
+        at = holding.rank, holding.worker
+        if at not in by_place or (holding.kind == "live" and by_place[at].kind != "live"):
+            by_place[at] = holding
+    every = sorted(by_place.values(), key=lambda h: (h.rank, str(h.worker)))
+    if not state.draining:
+        return tuple(every)
     staying = [h for h in every if state.nodes[h.worker.node_id].status != "draining"]
     return tuple(staying if covered(plan, staying, alone(state)) else every)
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from operator import attrgetter
 
 from elastic.planner.layout_choice import Choice
 from elastic.policy.state.state import State
 from elastic.reshard.pieces import Side, bytes_of
-from elastic.types import HardwareProfile, Layout, ModelProfile, Node, WorkerId
+from elastic.types import HardwareProfile, Layout, ModelProfile, Node, Pool, WorkerId
 from elastic.types.grid import replica_key
 
 Keepers = tuple[tuple[int, ...], ...]
@@ -74,9 +75,10 @@ def replica_holders(
 
 def _places(ranks: Sequence[WorkerId]) -> tuple[tuple[int, ...], list[str]]:
     """Of each rank its node, by its place among the nodes in rank order; and these."""
-    number: dict[str, int] = {}
-    places = tuple(number.setdefault(worker.node_id, len(number)) for worker in ranks)
-    return places, list(number)
+    of_rank = [worker.node_id for worker in ranks]
+    nodes = list(dict.fromkeys(of_rank))
+    number = {node: place for place, node in enumerate(nodes)}
+    return tuple(map(number.__getitem__, of_rank)), nodes
 
 
 @lru_cache(maxsize=KEPT_ANSWERS)
@@ -196,11 +198,12 @@ def copies(state: State, choice: Choice, nodes: Sequence[Node]) -> Copies:
     host memory do not do."""
     wanted = state.job.peer_copies
     n = COPIES if wanted == "auto" else wanted
-    used = Counter(worker.node_id for worker in choice.ranks)
+    used = Counter(map(attrgetter("node_id"), choice.ranks))
     if not n or len(used) < 2 or state.job.peer_every == 0 or state.model is None:
         return Copies()
     by_id = {node.node_id: node for node in nodes}
-    zones = {name: _zone(state, by_id.get(name)) for name in used}
+    named = {pool.name: _zone(pool) for pool in state.pool_by_name.values()}
+    zones = {name: named.get(by_id[name].pool, "") if name in by_id else "" for name in used}
     across, alone = state.job.copies_across_zones, state.model.by_owners
     places, _ = _places(choice.ranks)
     replicated = _least_held(choice.layout, places, (), alone=alone) > n
@@ -246,9 +249,8 @@ def _note(wanted: int, held: int, buffers: int, *, short: str, zones: Mapping[st
     return f"peer replicas: {held} of {wanted}, there are {why}"
 
 
-def _zone(state: State, node: Node | None) -> str:
-    pool = state.pool(node.pool) if node is not None else None
-    return f"{pool.region}/{pool.zone}".strip("/") if pool is not None else ""
+def _zone(pool: Pool) -> str:
+    return f"{pool.region}/{pool.zone}".strip("/")
 
 
 def rank_bytes(model: ModelProfile, choice: Choice, rounded: bool = False) -> list[int]:

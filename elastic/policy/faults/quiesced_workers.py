@@ -71,8 +71,9 @@ def _told(state: State, events: Sequence[Quiesced]) -> dict[str, Any]:
 def _left(state: State, events: Sequence[Quiesced], at_s: float) -> State:
     """They were ranks of the running generation, or only sent to it or to the coming one."""
     plan, ours = state.plan, list[Quiesced]()
+    current = {p.generation: p for p in (state.target, plan) if p}
     for event in events:
-        of = next((p for p in (plan, state.target) if p and p.generation == event.generation), None)
+        of = current.get(event.generation)
         if of is not None and event.worker not in of.workers:
             same = next(iter(state.sent), (0,))[0] == event.generation  # as all of them, then
             sent = with_member(state.sent if same else frozenset(), (of.generation, event.worker))
@@ -83,8 +84,8 @@ def _left(state: State, events: Sequence[Quiesced], at_s: float) -> State:
         return state
     state = replace(state, quiesced=with_members(state.quiesced, [e.worker for e in ours]))
     asked = state.quiescing or state.target
-    for event in ours:
-        if not asked and event.step < state.phase_ends_at:
+    for event in ours if not asked else ():
+        if event.step < state.phase_ends_at:
             why = f"worker {event.worker} left generation {plan.generation} unasked"
             state = failed(state, Failure("infrastructure", why, at_s))
     return state

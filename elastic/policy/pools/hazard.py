@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from math import inf
 
+from elastic.policy.state.layered import less
 from elastic.policy.state.state import Backoff, PoolSeen, State
 from elastic.types import Node, Pool
 from elastic.types.replacing import replace
@@ -199,7 +200,7 @@ def started(state: State, node: Node, at_s: float) -> State:
     if node.node_id not in state.born:
         return state
     seen, took_s = of(state, node.pool), at_s - state.born[node.node_id]
-    state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
+    state = replace(state, born=less(state.born, node.node_id))
     state = _with(
         state,
         node.pool,
@@ -217,7 +218,7 @@ def died(state: State, node: Node, why: str, *, at_s: float, reclaimed: bool = F
     asked_s = state.born.get(node.node_id)
     if asked_s is None:
         return state
-    state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
+    state = replace(state, born=less(state.born, node.node_id))
     seen = of(state, node.pool)
     if seen.deaths and asked_s < seen.died_at_s:
         return state

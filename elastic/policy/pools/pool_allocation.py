@@ -393,12 +393,7 @@ def _missing(state: State, fixed: Sequence[Pool], workers: int) -> int:
     """Workers without which no plan is possible; the search is asked where memory needs more than
     the least."""
     missing = least_workers(state) - workers
-    if (
-        missing > 0
-        or state.phase != "waiting"
-        or state.preparing
-        or any(n.status == "ready" for n in state.nodes.values())
-    ):
+    if missing > 0 or state.phase != "waiting" or state.preparing or state.by_status.get("ready"):
         return missing
     nodes = list(drain.usable(state, state.billed_at_s))
     gpus = fixed[0].gpus_per_node

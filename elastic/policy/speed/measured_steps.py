@@ -14,7 +14,7 @@ that do so, and the rest, which goes by the number of ranks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from statistics import fmean, linear_regression, median
@@ -70,11 +70,10 @@ def _parts(of: Plan | Choice) -> tuple[object, ...]:
 
 def _pools(state: State, workers_per_node: Mapping[str, int]) -> Mapping[str, int]:
     """Workers by pool; of nodes that nobody knows any more by their names."""
-    found: dict[str, int] = {}
+    found, nodes = defaultdict[str, int](int), state.nodes
     for name, n in workers_per_node.items():
-        node = state.nodes.get(name)
-        of = node.pool if node is not None else name
-        found[of] = found.get(of, 0) + n
+        node = nodes.get(name)
+        found[name if node is None else node.pool] += n
     return found
 
 

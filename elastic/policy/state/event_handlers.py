@@ -38,6 +38,7 @@ from elastic.policy.speed.speeds import HANDLERS as SPEEDS
 from elastic.policy.speed.speeds import forget
 from elastic.policy.state import in_phase
 from elastic.policy.state.action_effects import ordered_plan
+from elastic.policy.state.layered import less
 from elastic.policy.state.newest_steps import digested, with_loss
 from elastic.policy.state.state import ENDED, Failure, State, StopWish
 from elastic.policy.transition_cost import paced
@@ -192,11 +193,10 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
     elif asked:
         del requests[asked.request_id]
     backoff = {name: b for name, b in state.backoff.items() if name != node.pool or b.deaths}
-    # at the end: order of arrival
-    nodes = {name: n for name, n in state.nodes.items() if name != node.node_id}
+    nodes = dict(less(state.nodes, node.node_id))  # at the end: order of arrival
     nodes[node.node_id] = replace(node, status="ready", deadline_s=None)
     dead = frozenset(w for w in state.dead if w.node_id != node.node_id)
-    refused = {name: why for name, why in state.refused.items() if name != node.node_id}
+    refused = less(state.refused, node.node_id)
     instances = dict(state.instances)
     if (machines := instances.get(node.pool)) and machines.starting:
         instances[node.pool] = replace(machines, starting=machines.starting - 1)
@@ -215,7 +215,7 @@ def _node_refused(state: State, event: NodeRefused, at_s: float) -> State:
         return state
     if event.may_pass and event.node_id not in state.born:
         return short_of_memory(state, node, event.reason, at_s=at_s)
-    preparing = {name: t for name, t in state.preparing.items() if name != event.node_id}
+    preparing = less(state.preparing, event.node_id)
     return replace(
         state, preparing=preparing, refused={**state.refused, event.node_id: event.reason}
     )
@@ -231,9 +231,9 @@ def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
         **in_phase.prepared(state, event),
         prepared=state.prepared | {event.node_id},
         prepared_at_s=at_s,
-        preparing={name: t for name, t in state.preparing.items() if name != event.node_id},
+        preparing=less(state.preparing, event.node_id),
         dead=frozenset(w for w in state.dead if w.node_id != event.node_id),
-        short={name: why for name, why in state.short.items() if name != event.node_id},
+        short=less(state.short, event.node_id),
         pinned_rounded=state.pinned_rounded - {event.node_id}
         | ({event.node_id} if event.pinned_rounded else set()),
     )
@@ -280,8 +280,8 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     released = event.cause == "released" or node.node_id in state.releasing
     state = replace(
         set_status(state, node.node_id, "lost"),
-        preparing={name: t for name, t in state.preparing.items() if name != node.node_id},
-        refused={name: why for name, why in state.refused.items() if name != node.node_id},
+        preparing=less(state.preparing, node.node_id),
+        refused=less(state.refused, node.node_id),
         releasing=state.releasing - {node.node_id},
         n_losses=state.n_losses + (not released),
         **without_faults(state, node.node_id),
@@ -291,7 +291,7 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
         state = replace(state, deaths=tuple(n for n in state.deaths if n != node.node_id))
         state = hazard.taken(state, node, lost=True, known=node.status == "draining", at_s=at_s)
         state = hazard.died(state, node, event.cause or "gone", at_s=at_s, reclaimed=True)
-    state = replace(state, born={name: t for name, t in state.born.items() if name != node.node_id})
+    state = replace(state, born=less(state.born, node.node_id))
     state = without(state, gone, why, at_s=at_s)
     lost = [name for name, n in state.nodes.items() if n.status == "lost"]
     forgotten = set(lost[:-KEPT_LOST_NODES])

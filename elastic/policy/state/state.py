@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 from typing import Literal
 
 from elastic.policy.state.breaks import Break
@@ -452,9 +453,9 @@ class State:
     @derived("nodes")
     def by_status(self) -> Mapping[str, tuple[Node, ...]]:
         """Those of each status that there are, in order of arrival."""
-        found: dict[str, list[Node]] = {}
+        found = defaultdict[str, list[Node]](list)
         for node in self.nodes.values():
-            found.setdefault(node.status, []).append(node)
+            found[node.status].append(node)
         return {status: tuple(nodes) for status, nodes in found.items()}
 
     @property
@@ -475,34 +476,33 @@ class State:
     def there(self) -> Mapping[str, tuple[int, int]]:
         """Pool -> its nodes that are or will be of use, and their workers."""
         found: dict[str, tuple[int, int]] = {}
-        for node in self.nodes.values():
-            if node.status in ("pending", "ready", "prepared"):
-                n, gpus = found.get(node.pool, (0, 0))
-                found[node.pool] = (n + 1, gpus + node.gpus)
+        for status in ("pending", "ready", "prepared"):
+            alike = Counter(map(attrgetter("pool", "gpus"), self.by_status.get(status, ())))
+            for (pool, gpus), n in alike.items():
+                before, workers = found.get(pool, (0, 0))
+                found[pool] = (before + n, workers + n * gpus)
         return found
 
     @derived("nodes")
     def alive_by_pool(self) -> Mapping[str, int]:
         """How many nodes of each pool are paid for."""
-        return dict(Counter(node.pool for node in self.alive))
+        return dict(Counter(map(attrgetter("pool"), self.alive)))
 
     @derived("nodes", "plan")
     def plan_by_pool(self) -> Mapping[str, int]:
         """How many nodes of each pool the running plan has, as far as they are known."""
         names = self.plan.nodes if self.plan is not None else ()
-        return dict(Counter(node.pool for name in names if (node := self.nodes.get(name))))
+        return dict(Counter(map(attrgetter("pool"), filter(None, map(self.nodes.get, names)))))
 
     @derived("nodes", "pools", "instances", "job")
     def usd_per_h(self) -> float:
         """Of nodes, of machines that are not nodes yet or any more, and of the head."""
-        prices = {pool.name: pool.usd_per_node_h for pool in self.pools}
+        prices = defaultdict(float, {pool.name: pool.usd_per_node_h for pool in self.pools})
         machines = sum(
-            prices.get(name, 0.0) * (seen.starting + seen.leaving)
-            for name, seen in self.instances.items()
+            prices[name] * (seen.starting + seen.leaving) for name, seen in self.instances.items()
         )
-        return (
-            sum(prices.get(node.pool, 0.0) for node in self.alive) + machines + self.head_usd_per_h
-        )
+        nodes = sum(map(prices.__getitem__, map(attrgetter("pool"), self.alive)))
+        return nodes + machines + self.head_usd_per_h
 
     @property
     def head_usd_per_h(self) -> float:

@@ -249,7 +249,7 @@ class MarketBackend(SimBackend):
     ) -> None:
         """What was copied to peers since the batch began is there."""
         for group in self._running():
-            if any(worker.node_id == node_id for worker in group.plan.ranks):
+            if node_id in group.plan.workers_per_node:
                 self._catch_up(group)
         super()._lose(node_id, cause, confirm_s, moment=moment)
 

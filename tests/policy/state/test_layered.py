@@ -8,6 +8,7 @@ from random import Random
 from elastic.policy.state import layered
 from elastic.policy.state.layered import (
     GONE,
+    less,
     with_entries,
     with_entry,
     with_member,
@@ -88,3 +89,10 @@ def test_many_entries_at_once_are_many_one_by_one() -> None:
     members = with_members(frozenset({1}), range(2, 40))
     assert members == frozenset(range(1, 40))
     assert without_members(members, range(5, 60)) == frozenset(range(1, 5))
+
+
+def test_less_is_a_plain_copy_in_the_same_order() -> None:
+    before = {1: "a", 2: "b", 3: "c"}
+    found = less(before, 2)
+    assert list(found.items()) == [(1, "a"), (3, "c")] and 2 in before
+    assert less(before, 9) is before
