@@ -116,8 +116,8 @@ class Generations(Breaks):
             )
         group = self._groups[plan.generation] = SimGeneration(plan)
         made, self._forming = self._forming, None
-        there = made is not None and made.entered and made.plan.meeting == plan.meeting
-        group.set_up_s = 0.0 if there else self._set_up_s(plan)
+        met = made is not None and made.entered and made.plan.meeting == plan.meeting
+        group.set_up_s = 0.0 if met else self._set_up_s(plan)
         ended = self._ended(group.members, plan.nodes_taking_part)
         for worker in sorted(ended):
             self._tell(WorkerFailed(worker, plan.generation, "process", "it is not there"))
