@@ -103,6 +103,7 @@ def test_the_worker_says_that_it_evaluates(monkeypatch: pytest.MonkeyPatch) -> N
         validation=Sets(a=1, b=3),
         at_phase=lambda *told: phases.append(told),
         report=reported.append,
+        script=None,
     )
 
     def validate_set(passes: Any, dataset: Any, n_samples: int, tick: Any) -> dict[str, float]:
