@@ -11,8 +11,7 @@ from elastic.catalog.bounded_yaml import yaml_of
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError
-from elastic.ledger.lease import holder as holder
-from elastic.ledger.lease import newest
+from elastic.ledger.lease import holder, newest
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.run_view import View

@@ -51,6 +51,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import WorkerOrder
+from elastic.worker.process.beat import Beat
 
 IDLE_STEPS = 6  # in the middle of a generation, of which the CPU is counted
 NOTICE_AT = 4
@@ -137,15 +138,12 @@ class Worker:
                 self.next_s = inf
                 self.cluster.store_last(self.plan)
 
-    def beat(self, seen: int) -> Any:
+    def beat(self, seen: int) -> Beat:
         generation = self.plan.generation if self.plan is not None else 0
         step = self.cluster.first.step if self.cluster.first is not None else 0
         messages = tuple(m for m in self.outbox if m[0] > seen)
-        return SimpleNamespace(
-            messages=messages, generation=generation, phase="stepping" if generation else "idle",
-            step=step, progress=step, pid=0, said=(), arrived=(), doing="", where="",
-            calls=(), collective=None,
-        )  # fmt: skip
+        phase = "stepping" if generation else "idle"
+        return Beat(messages, generation, phase, step=step, progress=step, pid=0)
 
 
 class Method:

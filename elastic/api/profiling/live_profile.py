@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic.api import control
 from elastic.errors import ElasticError, InfeasiblePlan
+from elastic.ledger.lease import holder
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.profiles.profile_bars import planned_parts, profile_lines
@@ -85,7 +86,7 @@ def profile_run(
         state = find_runs.view(run).state
         if profile_id in state.profiles:
             return profile_of(run, state, profile_id)
-        if not control.holder(run.storage):
+        if not holder(run.storage):
             raise ElasticError(
                 f"run '{run.name}' has ended at step {state.step}, before profile {profile_id} was "
                 "whole"

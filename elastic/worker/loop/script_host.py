@@ -227,7 +227,7 @@ class Script:
         *,
         run_name: str = "RUN",
     ) -> None:
-        """`calls_file`: where it is kept what the script calls. `run_name`: in what is told."""
+        """`calls_file`: where it is kept what the script calls. `run_name`: for messages."""
         self.run_name = run_name
         self.source, self.device, self.calls_file = source, device, calls_file
         self.handoff = Handoff()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.counting import growth
+from support.worker.beats import beat_of
 
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
 from elastic.cluster.nodes.autoscaler_agent import AutoscalerReport
@@ -53,16 +54,7 @@ def nobody_answers(n: int) -> Work:
     liveness = Liveness(0.5)
     liveness.step_time_s[1] = 0.1
     for worker in workers(n):
-        beat: Any = SimpleNamespace(
-            generation=1,
-            phase="stepping",
-            progress=1,
-            arrived=(),
-            doing="",
-            where="",
-            calls=(),
-            collective=None,
-        )
+        beat = beat_of(progress=1)
         liveness.answered(worker, beat)
         liveness.called(worker)
 
@@ -155,31 +147,13 @@ def test_a_worker_is_no_peer_of_itself() -> None:
     liveness = Liveness(0.5)
     a, b, c = workers(1)[:3]
     for worker in (a, b, c):
-        beat: Any = SimpleNamespace(
-            generation=1,
-            phase="stepping",
-            progress=1,
-            arrived=(),
-            doing="",
-            where="",
-            calls=(),
-            collective=None,
-        )
+        beat = beat_of(progress=1)
         liveness.answered(worker, beat)
         liveness.called(worker)
     liveness.step_time_s[1] = 0.1
     found: list[WorkerId] = []
     for k in range(1, 20):
-        moved: Any = SimpleNamespace(
-            generation=1,
-            phase="stepping",
-            progress=k,
-            arrived=(),
-            doing="",
-            where="",
-            calls=(),
-            collective=None,
-        )
+        moved = beat_of(progress=k)
         liveness.answered(a, moved)
         liveness.called(a)
         found += [one.worker for one in liveness.look(0.5 * k)]
@@ -194,16 +168,7 @@ def test_polls_of_workers_without_news_are_as_many_however_many_workers() -> Non
     polls = {n: 8 * n / worker_group_of(n).hold_s for n in (8, 64, 128, 512)}
     assert polls == {8: 128.0, 64: 1000.0, 128: 1000.0, 512: 1000.0}
     liveness, worker = Liveness(0.5), workers(1)[0]
-    beat: Any = SimpleNamespace(
-        generation=1,
-        phase="stepping",
-        progress=1,
-        arrived=(),
-        doing="",
-        where="",
-        calls=(),
-        collective=None,
-    )
+    beat = beat_of(progress=1)
     liveness.step_time_s[1] = 0.1
     liveness.answered(worker, beat)
     liveness.called(worker, 4.0)

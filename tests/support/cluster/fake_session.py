@@ -12,7 +12,6 @@ import importlib
 import os
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +32,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import WorkerOrder
-from elastic.worker.process.call_log import PartCalls
-from elastic.worker.process.doing import InCollective
-
-
-@dataclass(frozen=True)
-class Beat:
-    messages: tuple[tuple[int, Event], ...]
-    generation: int
-    phase: str
-    step: int
-    progress: int
-    pid: int
-    said: tuple[str, ...] = ()
-    arrived: tuple[tuple[str, int, int], ...] = ()
-    doing: str = ""
-    where: str = ""
-    calls: tuple[PartCalls, ...] = ()
-    collective: InCollective | None = None
+from elastic.worker.process.beat import Beat
 
 
 class FakeSession:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
+from support.worker.beats import beat_of
 
 from elastic.types import Job, Layout, Plan, Silent, WorkerId
 from elastic.worker.hosting.absent_ranks import RankSite, absent_ranks, unlike_collectives
 from elastic.worker.hosting.liveness import Liveness, patience_s
-from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import DEVICE, Doing, InCollective
 
 RANKS = tuple(WorkerId(f"n{i}", 0) for i in range(4))
@@ -138,18 +138,6 @@ def test_stages_are_told_apart_by_what_they_do() -> None:
     )
 
 
-@dataclass(frozen=True)
-class Beat:
-    generation: int
-    phase: str
-    progress: int
-    arrived: tuple[tuple[str, int, int], ...]
-    doing: Doing = "others"
-    where: str = ""
-    calls: tuple[PartCalls, ...] = ()
-    collective: InCollective | None = None
-
-
 @dataclass
 class Run:
     """Four ranks that are polled every half second; B is the one that does not come when
@@ -185,12 +173,12 @@ class Run:
                     mine = stuck and worker == B
                     n = self.n - 1 if mine else self.n
                     progress = 0 if stuck else self.n
-                    beat = Beat(
+                    beat = beat_of(
                         1,
                         self.phase,
                         progress,
-                        (("dp_shard", 0, n),),
-                        self.doing if mine else "others",
+                        arrived=(("dp_shard", 0, n),),
+                        doing=self.doing if mine else "others",
                     )
                     self.liveness.answered(worker, beat)
                     self.liveness.called(worker)

@@ -3,11 +3,11 @@ that was here already."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.worker.beats import beat_of
 
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.workers.admission_links import Entrance
@@ -23,25 +23,9 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
-from elastic.worker.hosting.absent_ranks import Arrived
 from elastic.worker.hosting.aggregate import Gather
 from elastic.worker.hosting.liveness import Liveness, patience_s
 from elastic.worker.hosting.rendezvous_stores import RendezvousStores
-from elastic.worker.process.call_log import PartCalls
-from elastic.worker.process.doing import Doing, InCollective
-
-
-@dataclass
-class Beat:
-    generation: int = 0
-    phase: str = "idle"
-    progress: int = 0
-    said: tuple[str, ...] = ()
-    arrived: Arrived = ()
-    doing: Doing = ""
-    where: str = ""
-    calls: tuple[PartCalls, ...] = ()
-    collective: InCollective | None = None
 
 
 @pytest.mark.parametrize(
@@ -93,7 +77,7 @@ def test_a_prepared_worker_of_a_lost_node_is_no_news(
         event
         for said in (
             BrokenWorker(gone, "process", "its process is gone"),
-            PollAnswer(here, Beat(), (NodePrepared("n1", (7,)),)),
+            PollAnswer(here, beat_of(0, "idle"), (NodePrepared("n1", (7,)),)),
         )
         for event in (
             backend._heard(said) if isinstance(said, PollAnswer) else backend._broke(said)

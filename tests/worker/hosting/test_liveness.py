@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from support.worker.beats import beat_of
 
 from elastic.types import Layout, Plan, WorkerFailed, WorkerId
-from elastic.worker.hosting.absent_ranks import Arrived
 from elastic.worker.hosting.liveness import Liveness
+from elastic.worker.process.beat import Beat
 from elastic.worker.process.call_log import PartCalls
-from elastic.worker.process.doing import Doing, InCollective
+from elastic.worker.process.doing import Doing
 
 A, B = WorkerId("a", 0), WorkerId("b", 0)
-
-
-@dataclass(frozen=True)
-class Beat:
-    generation: int = 1
-    phase: str = "stepping"
-    progress: int = 0
-    arrived: Arrived = ()
-    doing: Doing = ""
-    where: str = ""
-    calls: tuple[PartCalls, ...] = ()
-    collective: InCollective | None = None
 
 
 class Run:
@@ -48,7 +38,7 @@ class Run:
             for worker in (A, B):
                 self.liveness.called(worker)
                 if worker not in mute and self.now_s % 0.5 == 0:
-                    self.liveness.answered(worker, Beat(1, phase, self.progress))
+                    self.liveness.answered(worker, beat_of(1, phase, self.progress))
                     self.liveness.called(worker)
             found += [(round(self.now_s, 2), s.worker) for s in self.liveness.look(self.now_s)]
         return found
@@ -97,7 +87,7 @@ def test_many_prompt_answers_at_once_do_not_make_a_late_one_forgotten() -> None:
     run.until(11.5)
     for progress in range(1000):  # small steps: many answers in a second
         run.liveness.called(A)
-        run.liveness.answered(A, Beat(1, "stepping", progress))
+        run.liveness.answered(A, beat_of(1, "stepping", progress))
     assert run.until(14.25, mute=(B,), moving=False) == []
 
 
@@ -182,7 +172,7 @@ def test_a_validation_is_stuck_only_after_minutes_within_one_batch() -> None:
     run.until(810, phase="evaluating", moving=False)
     assert run.liveness.stuck_s(1) > 600.0
     # the first that is through waits for the others
-    run.liveness.answered(A, Beat(1, "stepping", 1))
+    run.liveness.answered(A, beat_of(1, "stepping", 1))
     assert run.liveness.stuck_s(1) == 0.0, "it got on"
 
 
@@ -202,13 +192,13 @@ def test_a_call_that_one_script_makes_alone_is_named_as_soon_as_all_stand_still(
     alone = PartCalls(2, False, 2, "mm", (*place, "train.py, line 14"))
     other = PartCalls(2, False, 1, "m", place)
     further = PartCalls(2, True, 1, "m", place)
-    run.liveness.answered(A, Beat(calls=(alone,)))
+    run.liveness.answered(A, beat_of(calls=(alone,)))
     assert not run.liveness.unequal_calls(plan), "of B nothing is known"
-    run.liveness.answered(B, Beat(calls=(other,)))
+    run.liveness.answered(B, beat_of(calls=(other,)))
     assert not run.liveness.unequal_calls(plan), "B may still come to it"
-    run.liveness.answered(B, Beat(generation=2, calls=(further,)))
+    run.liveness.answered(B, beat_of(generation=2, calls=(further,)))
     assert not run.liveness.unequal_calls(plan), "that is another generation"
-    run.liveness.answered(B, Beat(calls=(further,)))
+    run.liveness.answered(B, beat_of(calls=(further,)))
     (failed,) = run.liveness.stalled(plan)
     assert isinstance(failed, WorkerFailed) and failed.kind == "program"
     said = "step 2: rank 0 calls run.model at train.py, line 14, rank 1 does not;"
@@ -225,8 +215,8 @@ def test_a_rank_that_waits_in_a_collective_of_its_script_alone_is_named_after_te
     where = "train.py, line 9 (all_reduce)"
 
     def after(seconds: float, a: Doing, b: Doing) -> list:
-        liveness.answered(A, Beat(doing=a, where=where))
-        liveness.answered(B, Beat(doing=b))
+        liveness.answered(A, beat_of(doing=a, where=where))
+        liveness.answered(B, beat_of(doing=b))
         for _ in range(int(seconds * 4)):
             now_s = (liveness._looked_at_s or 0.0) + 0.25
             liveness.look(now_s)
@@ -234,7 +224,7 @@ def test_a_rank_that_waits_in_a_collective_of_its_script_alone_is_named_after_te
 
     assert not after(15.0, "script", "own"), "B may still come to it"
     assert not after(0.0, "script", "script"), "both are in it"
-    liveness.answered(A, Beat(progress=1))
+    liveness.answered(A, beat_of(progress=1))
     assert not after(9.0, "script", "others")
     (failed,) = after(2.0, "script", "others")
     assert isinstance(failed, WorkerFailed) and failed.kind == "program"
@@ -260,7 +250,7 @@ def test_collectives_that_do_not_match_are_told_from_a_rank_that_does_not_come()
         return liveness.stalled(replace(plan, layout=Layout(pp=2)) if pp > 1 else plan)
 
     def beat(fsdp: int, commits: int, doing: Doing = "others", where: str = "") -> Beat:
-        return Beat(arrived=(("fsdp", 0, fsdp), ("plan", 0, commits)), doing=doing, where=where)
+        return beat_of(arrived=(("fsdp", 0, fsdp), ("plan", 0, commits)), doing=doing, where=where)
 
     crossed = beat(7, 2), beat(8, 1)
     (failed,) = after(11, *crossed)
