@@ -271,7 +271,7 @@ class Survey:
 @contextmanager
 def made_up(step_s: float) -> Iterator[MadeUpCluster]:
     cluster = MadeUpCluster(step_s)
-    ends = patch.object(worker_group, "_kill", lambda actor: None)
+    ends = patch.object(worker_group, "kill", lambda actor: None)
     with (
         patch.object(driver_hold, "ray", cluster),
         patch.object(worker_group, "ray", cluster),
