@@ -6,7 +6,6 @@ import re
 import subprocess
 
 import pytest
-
 from support.places import ROOT
 
 PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
