@@ -13,7 +13,6 @@ from elastic.types.typed_job import SOURCE_KINDS as KINDS
 from elastic.types.typed_job import DataKeys
 
 RECORDS = ("jsonl", "parquet", "huggingface", "dataset")
-PACKS = ("stream", "cut", "whole", "pad", "document")
 ONLY_FOR = {
     "pattern": ("folder", "jsonl", "parquet", "dataset", "tokens"),
     "part": ("folder",),

@@ -129,11 +129,6 @@ def with_member(of: Set[K], member: K) -> Set[K]:
     return _of_keys(with_entry(_keys(of), member, None))
 
 
-def without_member(of: Set[K], member: K) -> Set[K]:
-    """`of` without this one."""
-    return _of_keys(without_entry(_keys(of), member))
-
-
 def with_members(of: Set[K], members: Iterable[K]) -> Set[K]:
     """`of` with these."""
     return _of_keys(with_entries(_keys(of), dict.fromkeys(members)))
