@@ -214,7 +214,7 @@ class PreparedTrainer:
             return None
         try:
             return self.trainer.push_to_hub(*given, **named)
-        except Exception as error:  # noqa: BLE001 - a boundary: the hub's library may raise anything
+        except Exception as error:
             raise ProgramError(
                 f"trainer.push_to_hub(): {type(error).__name__}: {error}; the model is in the run: "
                 f"`elastic checkpoint export {shlex.quote(run.name)} --to FOLDER` and `hf upload "
