@@ -30,7 +30,9 @@ rows = [{"input_ids": (ids + k) % 32, "labels": (ids + k) % 32} for k in range(2
 trainer = transformers.Trainer(
     model=transformers.LlamaForCausalLM(config), train_dataset=rows, eval_dataset=rows[:5],
     processing_class=tokenizer,
-    args=transformers.TrainingArguments("out", max_steps=STEPS, learning_rate=1e-2, use_cpu=True))
+    args=transformers.TrainingArguments(
+        "out", max_steps=STEPS, learning_rate=1e-2, use_cpu=True, load_best_model_at_end=True,
+        eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1))
 trainer = elastic.prepare_trainer(trainer, global_batch=4)
 trainer.train()
 print("evaluated:", trainer.evaluate()["eval_loss"])
@@ -69,6 +71,8 @@ def test_a_trainer_saves_what_the_export_gives(shell: Shell) -> None:
     assert float(told["evaluated:"]) == report["validation_loss"]
     assert float(told["another:"]) == pytest.approx(report["validation_loss"], abs=1e-5)
     assert "predicted: (5, 9, 32)" in out and f"the trained model is in {saved} on " in out
+    best = "[rank 0] note: load_best_model_at_end: the Trainer's model is that of the last step"
+    assert best in out and "`elastic checkpoint export run --step N --to FOLDER`" in out
     (refused,) = [line for line in (out + err).splitlines() if "trainer.push_to_hub(): " in line]
     assert "`elastic checkpoint export run --to FOLDER` and `hf upload REPO FOLDER`" in refused
 

@@ -78,6 +78,11 @@ OF_A_TRAINER = {
     "preprocess_logits_for_metrics": "there is no compute_metrics; leave it out",
     "compute_loss_func": f"the model's own loss is taken; for another {OWN_LOOP}",
 }
+OF_THE_BEST = (
+    "note: load_best_model_at_end: the Trainer's model is that of the last step; the best is kept "
+    "too: metrics.csv has each validation_loss, `elastic checkpoint ls {run}` the steps, `elastic "
+    "checkpoint export {run} --step N --to FOLDER` writes one"
+)
 SHOWING = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 OVERRIDABLE = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
 NO_TRIALS = "start a run for each trial"
@@ -142,6 +147,8 @@ class PreparedTrainer:
             if run.step() and scheduler is not None:
                 scheduler.step()
         run.model.gather_into(self.trainer.model)
+        if self.trainer.args.load_best_model_at_end and not run.rank:
+            print(OF_THE_BEST.format(run=shlex.quote(run.name)), flush=True)
         metrics = {} if run.train_loss is None else {"train_loss": run.train_loss}
         return TrainOutput(run.steps, metrics.get("train_loss", math.nan), metrics)
 
