@@ -36,6 +36,7 @@ TRACE_STARTS = 12
 KINDS = "A100-80GB,H100,H200,B200"  # that --within looks at, where --gpus names none
 EPILOG = """examples:
   elastic plan jobs/gpt2_124m --cluster cluster_configs/aws_p5_p4d_spot.yaml --explain
+  elastic plan --script train.py --gpus H100:8 -- --epochs 3
   elastic plan --model llama3-70b --gpus H100:256 --tokens 1T
   elastic plan --model 8b --what-if H100:8 --what-if H100:8@spot --what-if A100:16 --tokens 20B
   elastic plan --model 8b --gpus H100 --scaling
@@ -105,6 +106,11 @@ def add(verbs: Any) -> None:
 def _add_subject(made: argparse.ArgumentParser) -> None:
     what = made.add_argument_group("what is trained")
     what.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
+    what.add_argument(
+        "--script",
+        metavar="FILE",
+        help="or a training script that enters elastic.loop; its arguments come last, after --",
+    )
     what.add_argument(
         "--model",
         metavar="NAME",
@@ -225,14 +231,15 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
 
 
 def _scored(given: argparse.Namespace) -> PlanAnswer:
-    if given.job or given.model:
-        raise SpecError(
-            f"plan: {'JOB' if given.job else '--model'} and --score are two questions; ask one of "
-            "them"
-        )
+    if given.job or given.model or given.script:
+        raise SpecError(f"plan: {_named(given)} and --score are two questions; ask one of them")
     found = scoring.scored(given.score)
     data = found.plain()
     return PlanAnswer(data, plan_tables.scored(data, found.table()))
+
+
+def _named(given: argparse.Namespace) -> str:
+    return "JOB" if given.job else "--model" if given.model else "--script"
 
 
 def _plan(
@@ -290,13 +297,15 @@ def _colored(texts: Sequence[Text]) -> list[str]:
 
 def _check(given: argparse.Namespace) -> None:
     """Raises SpecError for what is missing or asked in two ways."""
-    if not given.job and not given.model:
+    if not given.job and not given.model and not given.script:
         raise SpecError(
-            "plan: JOB or --model is missing: elastic plan jobs/gpt2_124m, or elastic plan "
-            "--model 8b --gpus H100:8"
+            "plan: JOB, --script or --model is missing: elastic plan jobs/gpt2_124m, or elastic "
+            "plan --model 8b --gpus H100:8"
         )
     pairs = (
         ("JOB", given.job, "--model", given.model),
+        ("--script", given.script, "--model", given.model),
+        ("--script", given.script, "--trace", given.trace),
         ("--cluster", given.cluster, "--gpus", given.gpus),
         ("--gpus", given.gpus, "--what-if", given.what_if),
         ("--scaling", given.scaling, "--what-if", given.what_if),
@@ -345,8 +354,18 @@ def _subject(given: argparse.Namespace) -> Subject:
     else:
         overrides = [f"global_batch={given.batch}"] if given.batch else []
         overrides += [f"precision={given.precision}"] if given.precision else []
-        found = model_source.of_job(
-            given.job, [*given.overrides, *overrides], given.check, drilled=not given.cluster
+        overrides, drilled = [*given.overrides, *overrides], not given.cluster
+        found = (
+            model_source.of_script(
+                given.script,
+                given.args,
+                given.job,
+                overrides=overrides,
+                check=given.check,
+                drilled=drilled,
+            )
+            if given.script
+            else model_source.of_job(given.job, overrides, given.check, drilled=drilled)
         )
     return found.with_layout(given.layout)
 
@@ -372,7 +391,7 @@ def _has_nodes(given: argparse.Namespace, asked: Sequence[GpuRequest]) -> bool:
     """Are nodes named, so that their number is no question?"""
     if asked:
         return any(each.n_gpus for each in asked)
-    return bool(given.cluster or given.job)
+    return bool(given.cluster or given.job or given.script)
 
 
 def _one(asked: Sequence[GpuRequest], cloud: str) -> MachineGroup:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.docs.pages import block, blocks, text_of
 from support.loop_reference import train_script_alone
 from support.places import ROOT, TESTS
@@ -80,11 +81,17 @@ def test_the_loop_over_epochs_of_the_page_trains_as_the_other_one(tmp_path: Path
     assert losses == pytest.approx(train_script_alone(script, [], 1, 24), rel=1e-5)
 
 
-def test_the_trainer_of_the_page_trains(tmp_path: Path) -> None:
+def test_the_trainer_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves the model where it says, trained."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(blocks("huggingface.md", "python")[0].text)
     losses = train_script_alone(script, [], 1, 40)
     assert losses[-1] < 0.9 * losses[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained("exported")
+    ids = torch.arange(64)[None]
+    assert model(input_ids=ids, labels=ids).loss < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize(("page", "which"), [("program.md", 0), ("huggingface.md", 1)])

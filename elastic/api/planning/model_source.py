@@ -11,12 +11,13 @@ from typing import Any
 
 from elastic.api.planning.made_up_data import made_up_data
 from elastic.api.planning.plan_nodes import MachineGroup, of_pool, with_counts
-from elastic.api.running.entry import loaded_from
+from elastic.api.running.entry import keys_beside, loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
 from elastic.api.running.start_checks import check_drill
 from elastic.config.clusters import load_cluster
 from elastic.config.job import JobSpec, job_data
 from elastic.config.pool_checks import unlimited
+from elastic.config.script import script_file
 from elastic.errors import SpecError
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.published import known_decoders
@@ -148,13 +149,35 @@ def of_job(
             f"{folder}: it has no program.py, which says what is trained; or plan a model by its "
             "sizes: --model 8b"
         )
+    return _of_data(folder, data, where, check=check, drilled=drilled)
+
+
+def of_script(
+    script: str,
+    args: Sequence[str] = (),
+    job: str | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    check: bool = False,
+    drilled: bool = False,
+) -> Subject:
+    """The same of a script by itself, which is run up to its loop; `job`: as in `run_script`."""
+    file = script_file(script)
+    data, where = keys_beside(file, job, overrides)
+    data |= {"script": str(file.resolve()), "args": list(args)}
+    return _of_data(job or str(file.parent), data, where, check=check, drilled=drilled)
+
+
+def _of_data(
+    folder: str, data: Mapping[str, Any], where: str, *, check: bool, drilled: bool
+) -> Subject:
     spec, program = loaded_from(folder, data, where)
     if drilled:
         check_drill(spec.drill, [pool.pool() for pool in spec.pools], embedded=True)
     notes: tuple[str, ...] = () if "pools" in data else (OWN_POOLS,)
     pools = tuple(pool.pool() for pool in spec.pools)
     # beside the trace
-    comparison = LayoutCheck(asked_of(spec, pools), sys.stderr) if check else None
+    comparison = LayoutCheck(asked_of(spec, pools, program), sys.stderr) if check else None
     with closing(comparison or ExitStack()):
         first, *later = (
             _of_spec(each, program, where, notes=notes, comparison=comparison)

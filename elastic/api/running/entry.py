@@ -72,29 +72,29 @@ def run_script(
     options = options or Options()
     file = script_file(script)
     check_starts_nothing(file)
+    data, where = keys_beside(file, job, options.overrides)
+    return run_file(file, args, data, where=where, options=options)
+
+
+def keys_beside(
+    file: Path, job: str | Path | None, overrides: Sequence[str]
+) -> tuple[dict[str, Any], str]:
+    """The keys of a job whose script is given by itself, and where they stand; `job`: as in
+    `run_script`. Raises SpecError."""
     if job is None:
-        return run_file(
-            file,
-            args,
-            {"name": file.stem} | overridden(options.overrides),
-            where="--set",
-            options=options,
-        )
-    data, where = job_data(job, options.overrides)
+        return {"name": file.stem} | overridden(overrides), "--set"
+    data, where = job_data(job, overrides)
     for way in ("program", "script"):
         if way in data:
             raise SpecError(
-                f"{where}: its key '{way}' and --script {script} are two ways at once; give one "
-                "of them"
+                f"{where}: its key '{way}' and --script {file} are two ways at once; give one of "
+                "them"
             )
     if (Path(job) / "program.py").is_file():
         raise SpecError(
-            f"{Path(job) / 'program.py'} and --script {script} are two ways at once; give one of "
-            "them"
+            f"{Path(job) / 'program.py'} and --script {file} are two ways at once; give one of them"
         )
-    return run_file(
-        file, args, {"name": Path(job).resolve().name} | data, where=where, options=options
-    )
+    return {"name": Path(job).resolve().name} | data, where
 
 
 def run_file(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic.errors import SpecError
+from elastic.program import Program
 from elastic.scenarios.check import Check
+
+if TYPE_CHECKING:
+    from elastic.config.job import JobSpec
 
 
 def certify_job(folder: str, as_json: bool) -> int:
@@ -16,17 +20,18 @@ def certify_job(folder: str, as_json: bool) -> int:
     not compute the same.
 
     Raises SpecError, and ProgramError for what the program itself raises."""
+    from elastic.api.running.entry import loaded
     from elastic.api.running.layout_question import AXES, LayoutCheck, asked_of
-    from elastic.config.job import load_job
     from elastic.types.grid import axes_of
 
-    spec = load_job(folder)
+    spec, program = loaded(folder)
     pools = tuple(pool.pool() for pool in spec.pools)
-    asked = asked_of(spec.model_copy(update={"layout": "auto"}), pools)
+    asked = asked_of(spec.model_copy(update={"layout": "auto"}), pools, program)
     if asked is None:
-        raise SpecError(f"{folder}: there is nothing to compare: its pools give one worker")
+        raise SpecError(f"{folder}: there is nothing to compare: {_why_nothing(spec, program)}")
+    axes = ("tp",) if spec.script else AXES
     check = LayoutCheck(
-        {**asked, "axes": AXES, "tps": (2, 4)}, sys.stderr if as_json else sys.stdout
+        {**asked, "axes": axes, "tps": (2, 4)}, sys.stderr if as_json else sys.stdout
     )
     try:
         found = check.result()
@@ -34,7 +39,7 @@ def certify_job(folder: str, as_json: bool) -> int:
         check.close()
     assert found is not None
     named = {axis for layout in spec.least_layouts() for axis in axes_of(layout)}
-    rows = [_row(axis, found.plain(), axis in named) for axis in AXES]
+    rows = [_row(axis, found.plain(), axis in named) for axis in axes]
     # most programs have no experts
     rows = [row for row in rows if row.name != "ep" or row.verdict != "not run" or row.why]
     if as_json:
@@ -54,6 +59,17 @@ def certify_job(folder: str, as_json: bool) -> int:
         ]
         print("\n".join(lines), flush=True)
     return int(any(row.verdict == "fail" for row in rows))
+
+
+def _why_nothing(spec: JobSpec, program: Program) -> str:
+    if not spec.script:
+        return "its pools give one worker"
+    if program.tp:
+        return "no node of its pools has two GPUs, between which tp could cut"
+    return (
+        "elastic.loop(tp=...) is not given, and what else a loop's layouts share out are samples "
+        "and weights, which changes no function"
+    )
 
 
 def _row(axis: str, found: Mapping[str, Any], named: bool) -> Check:

@@ -117,8 +117,8 @@ def _missed_blocks(program: Program) -> str:
             alike = len({type(one) for one in module}) == 1
             if name and alike and next(module[0].children(), None) is not None:
                 return (
-                    f"no module is named like Program.blocks='{program.blocks}', so the model is "
-                    f"sharded as one piece and has no pipeline stages; blocks='{name}.*' names "
+                    f"no module is named like {program.of}blocks='{program.blocks}', so the model "
+                    f"is sharded as one piece and has no pipeline stages; blocks='{name}.*' names "
                     f"its {len(module)} {type(module[0]).__name__}"
                 )
     return ""
@@ -325,8 +325,8 @@ def _shared_by_blocks(program: Program, profile: ModelProfile) -> str:
         return ""
     return (
         f"{names[0]} and {names[1]} are one weight in two blocks, and FSDP shards each block by "
-        "itself: put it "
-        "outside of the blocks, or choose Program.blocks so that one block holds both"
+        f"itself: put it outside of the blocks, or choose {program.of}blocks so that one block "
+        "holds both"
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import platform
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -57,7 +58,6 @@ NO_MATTER = {
     "activation_checkpointing_kwargs", "eval_accumulation_steps", "torch_empty_cache_steps",
 }  # fmt: skip
 LAYOUT = "the layout is elastic's, layout='dp_shard=4' fixes one; leave it out"
-EXPORT = "`elastic checkpoint export RUN --to FOLDER` writes the model"
 WHY = {
     "deepspeed": LAYOUT,
     "fsdp": LAYOUT,
@@ -65,7 +65,7 @@ WHY = {
     "parallelism_config": LAYOUT,
     "accelerator_config": LAYOUT,
     "fp16": "give bf16=True, or elastic.prepare_trainer(trainer, precision='float16')",
-    "push_to_hub": f"{EXPORT}; leave it out",
+    "push_to_hub": "call trainer.push_to_hub() behind train(); leave it out",
     "resume_from_checkpoint": "the same --run-name resumes, from its own checkpoints; leave it out",
     "train_sampling_strategy": "the order is elastic's, each sample of an epoch once; leave it out",
     "auto_find_batch_size": "a layout that has no room is left by itself; leave it out",
@@ -78,13 +78,14 @@ OF_A_TRAINER = {
     "preprocess_logits_for_metrics": "there is no compute_metrics; leave it out",
     "compute_loss_func": f"the model's own loss is taken; for another {OWN_LOOP}",
 }
+OF_THE_BEST = (
+    "note: load_best_model_at_end: the Trainer's model is that of the last step; the best is kept "
+    "too: metrics.csv has each validation_loss, `elastic checkpoint ls {run}` the steps, `elastic "
+    "checkpoint export {run} --step N --to FOLDER` writes one"
+)
 SHOWING = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 OVERRIDABLE = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")
-AFTERWARDS = {  # methods that cannot be what they were
-    "predict": EXPORT,
-    "push_to_hub": EXPORT,
-    "hyperparameter_search": "start a run for each trial",
-}
+NO_TRIALS = "start a run for each trial"
 BY_ONE_RANK = ("log_metrics", "save_metrics", "save_state", "create_model_card")
 
 
@@ -116,7 +117,8 @@ class PreparedTrainer:
         self._run: Run | None = None
 
     def train(self, resume_from_checkpoint: Any = None, **others: Any) -> Any:
-        """Trains to the end of the job; a TrainOutput, whose training_loss is the last step's."""
+        """Trains to the end of the job; a TrainOutput, whose training_loss is the last step's. The
+        Trainer's model then has the trained weights, on every rank."""
         from transformers.trainer_utils import TrainOutput
 
         check(self.trainer)
@@ -144,6 +146,9 @@ class PreparedTrainer:
                 rates.set(run.step_index, run.steps)
             if run.step() and scheduler is not None:
                 scheduler.step()
+        run.model.gather_into(self.trainer.model)
+        if self.trainer.args.load_best_model_at_end and not run.rank:
+            print(OF_THE_BEST.format(run=shlex.quote(run.name)), flush=True)
         metrics = {} if run.train_loss is None else {"train_loss": run.train_loss}
         return TrainOutput(run.steps, metrics.get("train_loss", math.nan), metrics)
 
@@ -180,46 +185,61 @@ class PreparedTrainer:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Behind train(): the loss over eval_dataset after the last step, with which every run ends
-        by itself. Of others nothing is known: no numbers, and a line that says so."""
-        if self._run is None:
-            raise SpecError(
-                f"{HERE}: trainer.evaluate() before train(): the run validates at eval_steps and "
-                "after the last step; put it behind train(), or leave it out"
+        """Of eval_dataset the loss after the last step, with which every run ends by itself; of
+        another dataset what the Trainer finds."""
+        run = self._trained("evaluate")
+        if eval_dataset is not None and eval_dataset is not self.trainer.eval_dataset:
+            found: dict[str, float] = self.trainer.evaluate(
+                eval_dataset, ignore_keys, metric_key_prefix
             )
-        loss = self._run.validated.get("validation_loss")
-        other = eval_dataset is not None and eval_dataset is not self.trainer.eval_dataset
-        if loss is not None and not other:
+            return found
+        loss = run.validated.get("validation_loss")
+        if loss is not None:
             return {f"{metric_key_prefix}_loss": loss}
-        if not self._run.rank:
-            what = "it was given another eval_dataset" if other else "no eval_dataset was validated"
-            print(f"note: trainer.evaluate() gives no numbers: {what}", flush=True)
+        if not run.rank:
+            said = "trainer.evaluate() gives no numbers: no eval_dataset was validated"
+            print(f"note: {said}", flush=True)
         return {}
 
-    def save_model(self, output_dir: str | None = None, **_: Any) -> None:
-        """Config and tokenizer; the weights are in the run's checkpoints."""
-        run, folder = self._run, output_dir or self.trainer.args.output_dir
-        if run is None or run.rank:
+    def predict(self, *given: Any, **named: Any) -> Any:
+        """The Trainer's own, by each rank of all samples."""
+        self._trained("predict")
+        return self.trainer.predict(*given, **named)
+
+    def save_model(self, output_dir: str | None = None, *given: Any, **named: Any) -> None:
+        """The Trainer's own, by rank 0: the folder is on its machine."""
+        if self._trained("save_model").rank:
             return
-        for part in (
-            self.trainer.model.config,
-            getattr(self.trainer.model, "generation_config", None),
-            self.trainer.processing_class,
-        ):
-            if part is not None:
-                part.save_pretrained(folder)
-        export = shlex.join(
-            ["elastic", "checkpoint", "export", run.name, "--to", os.path.abspath(folder)]
-        )
-        print(
-            f"note: {folder} has the config and the tokenizer; once the run has ended, `{export}` "
-            "writes the weights there: what loads the folder belongs behind that",
-            flush=True,
-        )
+        self.trainer.save_model(output_dir, *given, **named)
+        folder = os.path.abspath(output_dir or self.trainer.args.output_dir)
+        print(f"note: the trained model is in {folder} on {platform.node()}", flush=True)
+
+    def push_to_hub(self, *given: Any, **named: Any) -> Any:
+        """The Trainer's own, by rank 0. Raises ProgramError where the hub does not take it."""
+        run = self._trained("push_to_hub")
+        if run.rank:
+            return None
+        try:
+            return self.trainer.push_to_hub(*given, **named)
+        except Exception as error:
+            raise ProgramError(
+                f"trainer.push_to_hub(): {type(error).__name__}: {error}; the model is in the run: "
+                f"`elastic checkpoint export {shlex.quote(run.name)} --to FOLDER` and `hf upload "
+                "REPO FOLDER` send it"
+            ) from error
+
+    def _trained(self, name: str) -> Run:
+        if self._run is None:
+            validates = "the run validates at eval_steps and after the last step; "
+            raise SpecError(
+                f"{HERE}: trainer.{name}() before train(): "
+                f"{validates if name == 'evaluate' else ''}put it behind train(), or leave it out"
+            )
+        return self._run
 
     def __getattr__(self, name: str) -> Any:
-        if name in AFTERWARDS:
-            raise ProgramError(f"{HERE}: trainer.{name}: {AFTERWARDS[name]}")
+        if name == "hyperparameter_search":
+            raise ProgramError(f"{HERE}: trainer.{name}: {NO_TRIALS}")
         if name in BY_ONE_RANK and (self._run is None or self._run.rank):
             return lambda *args, **given: None
         return getattr(self.trainer, name)
@@ -262,7 +282,7 @@ def check(trainer: Any) -> None:
 def check_arguments(args: Any) -> None:
     """Every field of TrainingArguments that is not taken must have its default. Raises
     SpecError."""
-    default = type(args)(output_dir=args.output_dir)
+    default = untouched(args)
     for field in fields(args):
         name, value = field.name, getattr(args, field.name)
         if name in TAKEN or name in NO_MATTER or value == getattr(default, name):
@@ -282,6 +302,13 @@ def check_arguments(args: Any) -> None:
         )
 
 
+def untouched(args: Any) -> Any:
+    """Arguments of that kind as they are by default. They look for no device of their own: that
+    would make accelerate forget what the Trainer's was found by."""
+    kind = type("Untouched", (type(args),), {"_setup_devices": args.device})
+    return kind(output_dir=args.output_dir)
+
+
 def job_keys(args: Any, global_batch: int, n_samples: int) -> dict[str, Any]:
     """TrainingArguments as keys of a job. What they say of nothing is left out."""
     epoch = -(-n_samples // global_batch)
@@ -297,7 +324,7 @@ def job_keys(args: Any, global_batch: int, n_samples: int) -> dict[str, Any]:
             return None
         return math.ceil(n * steps) if n < 1 else int(n)
 
-    saves, default = args.save_strategy, type(args)(output_dir=args.output_dir)
+    saves, default = args.save_strategy, untouched(args)
     as_it_is = (saves, args.save_steps) == (default.save_strategy, default.save_steps)
     best = args.load_best_model_at_end or saves == "best"
     trackers = [name for name in args.report_to if name not in ("none", "tensorboard")]

@@ -138,6 +138,19 @@ class LoopModel:
             )
         return found
 
+    def gather_into(self, model: nn.Module) -> None:
+        """The whole model as it is now goes into `model`, one tensor at a time. Every rank must
+        call it. Raises GenerationAborted."""
+
+        def gather() -> None:
+            with torch.no_grad():
+                for name, own in model.state_dict().items():
+                    part = self._tensors[name].detach()
+                    own.copy_(part.full_tensor() if isinstance(part, DTensor) else part)
+
+        if not self.attempt(gather):
+            raise GenerationAborted(f"a collective aborted while it was gathered ({self._error})")
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise ProgramError(
             f"run.model.{name} cannot be set: the model may be rebuilt at any step; set it before "

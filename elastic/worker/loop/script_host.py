@@ -401,6 +401,8 @@ class Script:
                 raise ConnectionAbortedError("aborted while the script was past its loop")
             word = self.handoff.hear(LOOK_S)
             if word is not None and word.kind == "ended":
+                if isinstance(word.error, GenerationAborted):
+                    raise word.error
                 if word.error is not None:
                     log.error("after its loop: %s", masked_text(str(word.error)))
                 return

@@ -3,6 +3,7 @@ models, pools of files."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from elastic.api.planning.model_source import (
     made_up_data,
     of_job,
     of_model,
+    of_script,
 )
 from elastic.cli.command_line import main
 from elastic.config.hardware import PLACE
@@ -151,9 +153,11 @@ def test_the_batch_of_a_published_model() -> None:
     assert of_model("gpt2-124m", 8, "float16").job.precision == "float16"
 
 
-def test_a_script_is_planned_by_the_first_call_of_its_model(tmp_path: Path) -> None:
+def test_a_script_is_planned_by_the_first_call_of_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As the same model in a program, but for the loss; also where its body asks for its step
-    first. One that enters no loop is told how a plan is made."""
+    first; of a job, or by itself with its arguments. One that enters no loop is told how a plan is made."""
     texts = {"program.py": PROGRAM, "train.py": LOOP.replace("STEP", "run.step_index")}
     for name, text in texts.items():
         (tmp_path / name).write_text(NET + text)
@@ -167,9 +171,16 @@ def test_a_script_is_planned_by_the_first_call_of_its_model(tmp_path: Path) -> N
     assert script.matmuls == program.matmuls and script.tokens == program.tokens == 5
     assert 0.9 * program.flop < script.flop <= program.flop
     assert OF_A_SCRIPT in found.notes
+    (tmp_path / "job.yaml").unlink()
+    args = ["plan", "--script", str(tmp_path / "train.py"), "--gpus", "H100:2", "--json"]
+    assert main([*args, "--set", "steps=4", "--set", "global_batch=8", "--", "--wide"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["model"]["name"], data["model"]["global_batch"]) == ("train", 8)
+    assert data["model"]["n_params"] == found.model.n_params and OF_A_SCRIPT in data["notes"]
+    assert main([*args[:3], str(tmp_path), "--gpus", "H100:2"]) == 2, "a folder without a job.yaml"
     (tmp_path / "train.py").write_text("import torch")
     with pytest.raises(SpecError, match=r"train.py does not enter elastic.loop: .* elastic plan"):
-        of_job(str(tmp_path))
+        of_script(str(tmp_path / "train.py"))
     with pytest.raises(SpecError, match=r"train.py: a file; elastic run --script starts it, `scr"):
         of_job(str(tmp_path / "train.py"))
 

@@ -160,7 +160,8 @@ def test_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ((), "JOB or --model is missing"),
+        ((), "JOB, --script or --model is missing"),
+        (("--script", "train.py", "--model", "8b"), "--script and --model are two ways at once"),
         (("--model", "8b"), "--model needs nodes"),
         (("jobs/gpt2_124m", "--model", "8b"), "JOB and --model are two ways at once"),
         (

@@ -47,6 +47,46 @@ def test_certify_says_it_of_each_axis_and_fails_where_the_job_names_one_that_is_
     )
 
 
+LOOP = """
+import torch, elastic
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with elastic.loop(model=model, optimizer=optimizer, dataset=torch.ones(64, 8), steps=3,
+                  global_batch=8, TP) as run:
+    for x in run:
+        run.backward(run.model(x).square().sum())
+        run.step()
+"""
+
+
+@pytest.fixture
+def loop_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ELASTIC_LAYOUTS", str(tmp_path / "kept"))
+    pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 1}]
+    (tmp_path / "job.yaml").write_text(json.dumps({"script": "train.py", "pools": pools}))
+    return tmp_path
+
+
+@pytest.mark.e2e
+def test_certify_says_it_of_a_loop_with_tp(
+    loop_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (loop_folder / "train.py").write_text(LOOP.replace("TP", "tp={'0': 'colwise', '2': 'rowwise'}"))
+    assert command_line.main(["certify", str(loop_folder), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["axes"]
+    assert (row["axis"], row["verdict"]) == ("tp", "pass")
+
+
+def test_a_loop_without_tp_has_nothing_to_compare(
+    loop_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (loop_folder / "train.py").write_text(LOOP.replace(", TP", ""))
+    assert command_line.main(["certify", str(loop_folder)]) == 2
+    said = capsys.readouterr().err
+    assert "there is nothing to compare: elastic.loop(tp=...) is not given" in said
+    assert "Program." not in said
+
+
 # that an answer is kept: tests/api/running/test_layout_question.py; the program: test_pages_in_layouts
 @pytest.mark.whole
 def test_plan_compares_values_where_it_is_asked_to_and_keeps_the_answer(

@@ -3,7 +3,6 @@ Trainer itself does, and what has no meaning here is refused by name."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -142,7 +141,7 @@ def test_what_has_no_meaning_is_refused_by_name(
     [
         ("fsdp", "full_shard", "the layout is elastic's"),
         ("deepspeed", "zero.json", "the layout is elastic's"),
-        ("push_to_hub", True, "`elastic checkpoint export RUN --to FOLDER` writes the model"),
+        ("push_to_hub", True, "call trainer.push_to_hub() behind train()"),
         ("fp16", True, "give bf16=True"),
         ("neftune_noise_alpha", 5.0, "elastic does not do it"),
     ],
@@ -212,34 +211,65 @@ def test_every_rank_has_as_many_parts() -> None:
     assert few == [([0], 1.0), ([0], 0.0)]
 
 
-def test_what_a_trainer_does_afterwards(
-    made: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_it_is_trained_a_trainer_shows_nothing(made: Callable[..., Any]) -> None:
     trainer = made()
     prepared = PreparedTrainer(trainer, {})
     assert prepared.args is trainer.args and prepared.state is trainer.state
-    with pytest.raises(
-        SpecError, match=r"trainer.evaluate\(\) before train\(\): the run validates"
-    ):
+    with pytest.raises(SpecError, match=r"evaluate\(\) before train\(\): the run validates"):
         prepared.evaluate()
-    with pytest.raises(ProgramError, match=r"trainer.predict: `elastic checkpoint export RUN"):
-        prepared.predict([])
-    prepared.save_model()  # before it trains, and on another rank than the first
-    assert not (tmp_path / "out" / "config.json").exists()
-    here = {"rank": 0, "validated": {"validation_loss": 0.5}, "name": "first"}
-    prepared._run = type("Run", (), here)()
-    assert prepared.evaluate() == {"eval_loss": 0.5}
-    assert prepared.evaluate([1], metric_key_prefix="test") == {}
-    assert (
-        "note: trainer.evaluate() gives no numbers: it was given another" in capsys.readouterr().out
-    )
-    prepared.save_model()
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
-    said = f"elastic checkpoint export first --to {tmp_path / 'out'}` writes the weights there"
-    assert said in capsys.readouterr().out
+    for name in ("predict", "save_model", "push_to_hub"):
+        with pytest.raises(SpecError, match=rf"trainer.{name}\(\) before train\(\): put it beh"):
+            getattr(prepared, name)()
+    with pytest.raises(ProgramError, match="start a run for each trial"):
+        prepared.hyperparameter_search()
     with pytest.raises(SpecError, match="it is a int; give a transformers.Trainer"):
         PreparedTrainer(3, {})
     with pytest.raises(
         SpecError, match=r"train\(resume_from_checkpoint=...\): the same --run-name"
     ):
         prepared.train(resume_from_checkpoint="out/checkpoint-3")
+
+
+def test_what_a_trainer_does_afterwards(
+    made: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = made()
+    prepared = PreparedTrainer(trainer, {})
+    here = {"rank": 1, "validated": {"validation_loss": 0.5}, "name": "first run"}
+    prepared._run = run = type("Run", (), here)()
+    check(trainer)  # the Trainer can be used all the same
+    assert prepared.evaluate() == {"eval_loss": 0.5}
+    prepared.save_model()  # by rank 0 alone
+    assert prepared.push_to_hub() is None and not (tmp_path / "out" / "config.json").exists()
+    ids = torch.arange(9)
+    rows = [{"input_ids": ids, "labels": ids}] * 3
+    assert set(prepared.evaluate(rows, metric_key_prefix="test")) >= {"test_loss"}
+    assert prepared.predict(rows).predictions.shape == (3, 9, 32)
+
+    run.rank = 0
+    prepared.save_model()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(loaded.state_dict(), trainer.model.state_dict())
+    assert f"note: the trained model is in {tmp_path / 'out'} on " in capsys.readouterr().out
+    run.validated = {}
+    assert prepared.evaluate() == {}
+    assert "trainer.evaluate() gives no numbers: no eval" in capsys.readouterr().out
+
+
+def test_a_hub_that_does_not_take_the_model_is_one_line(
+    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = made()
+    prepared = PreparedTrainer(trainer, {})
+    prepared._run = type("Run", (), {"rank": 0, "name": "first run"})()
+
+    def away(**_: Any) -> None:
+        raise ConnectionError("no way to it")
+
+    monkeypatch.setattr(trainer, "push_to_hub", away)
+    with pytest.raises(ProgramError) as refused:
+        prepared.push_to_hub(blocking=True)
+    assert str(refused.value) == (
+        "trainer.push_to_hub(): ConnectionError: no way to it; the model is in the run: `elastic "
+        "checkpoint export 'first run' --to FOLDER` and `hf upload REPO FOLDER` send it"
+    )

@@ -12,6 +12,7 @@ from support.loop_reference import ScriptAtLoop, train_script_alone
 
 from elastic.errors import ProgramError
 from elastic.text import LOG_MARK
+from elastic.worker.loop.loop_model import GenerationAborted
 from elastic.worker.program.commit import Commit
 from elastic.worker.session.worker_errors import print_error
 
@@ -119,3 +120,26 @@ def test_the_traceback_of_the_scripts_own_error_is_printed(
     assert f'File "{tmp_path}/train.py", line 12, in <module>' in told[1], "its own frames alone"
     assert not any("/elastic/" in line for line in told)
     assert any("script_host.py" in line for line in printed), "the whole one stays in the log"
+
+
+def test_a_model_that_is_gathered_while_a_rank_dies_is_gathered_again(tmp_path: Path) -> None:
+    """Behind the loop, in the next generation: by a script that is started from its top."""
+    log = tmp_path / "log"
+    body = "        run.step()\nrun.model.gather_into(model)\ntorch.save(model.weight, '{0}')\n"
+    file, saved = tmp_path / "train.py", tmp_path / "weight.pt"
+    file.write_text(SCRIPT.format(log=log, body=body.format(saved)))
+    at_loop = ScriptAtLoop.of(file, [], 0, STEPS)
+    at_loop.begin()
+    for step in range(STEPS):
+        at_loop.script.compute(at_loop.batch(step, 0), step, 0)
+        at_loop.script.applied(Commit(16.0, 8.0, 4.0), step + 1)
+    at_loop.script.leave()
+    with pytest.raises(GenerationAborted, match="aborted while it was gathered"):
+        at_loop.script.finish(lambda: None, lambda: False)
+    assert not saved.exists()
+    with torch.no_grad():
+        at_loop.state.model.weight.fill_(7.0)
+    at_loop.state.step = STEPS
+    at_loop.begin(2)
+    at_loop.script.finish(lambda: None, lambda: False)
+    assert torch.load(saved).flatten().tolist() == [7.0] * 4 and log.read_text().count("start") == 2
