@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from support.e2e.shell import Shell
 from support.places import PROGRAMS
+from support.storage.faulty_proxy import Fault, FaultyProxy
 from support.storage.small_disk import mounted
 
 from elastic.ledger.journal import Journal
+from elastic.storage.s3 import S3Storage
 from elastic.types import DriverStarted, ModelProfile, TensorSpec
 
 pytestmark = pytest.mark.slow
@@ -26,14 +28,16 @@ program = dataclasses.replace(program, dataset=lambda: TextFolder("/nowhere/corp
 """
 
 
-def refused(shell: Shell, said: str, *words: str) -> None:
+def refused(shell: Shell, said: str, *words: str) -> str:
     before = shell.files()
     code, out, err = shell.here(*words)
     assert code == 2, err
-    assert out == ""
+    # a slow machine is told what it takes long over
+    assert all(line.startswith("start: ") for line in out.splitlines()), out
     assert err.count("\n") == 1, err
     assert said in err
     assert shell.files() == before
+    return err
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,31 @@ def test_storage_that_is_full_or_read_only(shell: Shell, full: bool) -> None:
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         said = "make room there" if full else "(Read-only file system: "
         refused(shell, said, "run", shell.job(storage=str(disk)))
+
+
+def test_a_bucket_that_does_not_exist(shell: Shell, proxy: FaultyProxy) -> None:
+    said = "s3://no-such-bucket/runs/x/"
+    why = "there is no such bucket; create it, or correct the name"
+    err = refused(
+        shell, why, "run", shell.job(storage="s3://no-such-bucket/runs"), "--run-name", "x"
+    )
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("InvalidAccessKeyId", "the server does not know this access key"),
+        ("SignatureDoesNotMatch", "the secret key does not fit the access key"),
+        ("AccessDenied", "the credentials may not do this; allow s3:ListBucket"),
+    ],
+)
+def test_credentials_that_object_storage_refuses(
+    shell: Shell, s3: S3Storage, proxy: FaultyProxy, code: str, said: str
+) -> None:
+    proxy.faults.append(Fault("error", times=1 << 30, status=403, code=code))
+    err = refused(shell, said, "run", shell.job(storage=s3.uri), "--run-name", "x")
+    assert f"({code})" in err and "a-secret-of-tests" not in err
 
 
 def test_a_journal_that_cannot_be_written(shell: Shell) -> None:

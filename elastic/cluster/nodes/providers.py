@@ -304,15 +304,17 @@ class Survey:
     asks ports. `alive`, `draining` and `gone` are whole and new at every look.
 
     `suspect`: the nodes on which something broke. Their raylets are asked at once: a port that
-    refuses is a node that is gone, long before Ray says so. `head_lost`: why nothing more can come
-    of this cluster; '' = it stands. That is where this process's own raylet is gone, or the head's
-    GCS refuses for `refused_most_s` or is mute for AWAY_MOST_S.
+    refuses is a node that is gone, long before Ray says so. One that is mute is gone until it
+    answers again, where Ray has not given it up meanwhile: its link was cut. `head_lost`: why
+    nothing more can come of this cluster; '' = it stands. That is where this process's own raylet
+    is gone, or the head's GCS refuses for `refused_most_s` or is mute for AWAY_MOST_S.
     """
 
     def __init__(self, refused_most_s: float = AWAY_MOST_S) -> None:
         self.alive: Mapping[str, RayNode] = {}
         self.draining: Mapping[str, float] = {}
         self.gone: Mapping[str, str] = {}  # Ray id -> why
+        self._mute: set[str] = set()  # of the gone ones: they may answer again
         self.head_lost = ""
         # Ray id -> suspected until, reached last
         self._suspects: dict[str, tuple[float, float]] = {}
@@ -396,6 +398,7 @@ class Survey:
                 self._lose(ray_id, REFUSES)
             elif answer is None and time.monotonic() - reached_s > MUTE_MOST_S:
                 self._lose(ray_id, f"its raylet cannot be reached for {MUTE_MOST_S:.0f} s")
+                self._mute.add(ray_id)
             elif answer:
                 with self._lock:
                     self._suspects[ray_id] = (until_s, time.monotonic())
@@ -404,11 +407,20 @@ class Survey:
         found = living()
         for ray_id in set(self.alive) - {node.ray_id for node in found}:
             self._lose(ray_id, "Ray lists it as dead")
+        self._find_again(found)
         self.draining = draining = _ray_private.draining_nodes()
         found = [replace(node, draining=node.ray_id in draining) for node in found]
         with self._lock:
             self.alive = {node.ray_id: node for node in found if node.ray_id not in self.gone}
         self._looked.set()
+
+    def _find_again(self, found: Iterable[RayNode]) -> None:
+        """Those that were mute and answer."""
+        mute = [node for node in found if node.ray_id in self._mute]
+        back = {node.ray_id for node in mute if reaches(node.address, node.port)}
+        with self._lock:
+            self._mute -= back
+            self.gone = {known: why for known, why in self.gone.items() if known not in back}
 
     def _lose(self, ray_id: str, why: str) -> None:
         with self._lock:

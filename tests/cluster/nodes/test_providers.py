@@ -8,17 +8,22 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from elastic.cluster.local.local_cluster import NodeOrder
+from elastic.cluster.nodes import providers
 from elastic.cluster.nodes.providers import (
     AWAY_MOST_S,
+    REFUSES,
     ClusterNodes,
     EmbeddedNodes,
     HeadService,
     RayNode,
+    Survey,
     machine_bytes,
     pool_of,
     reaches,
@@ -194,6 +199,40 @@ def asked(head: HeadService, seconds: Iterable[float], looked: bool = False) -> 
 
 def head_at(port: socket.socket, refused_most_s: float = AWAY_MOST_S) -> HeadService:
     return HeadService(f"127.0.0.1:{port.getsockname()[1]}", refused_most_s)
+
+
+def test_a_node_whose_link_was_cut_is_found_again_and_one_that_refused_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node, answers, looks = ray_node(), [True, None], []
+    place = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "own")
+    # else Ray would be started, and each later test of this process be on a cluster
+    monkeypatch.setattr(providers.ray, "get_runtime_context", lambda: place)
+    monkeypatch.setattr(providers._ray_private, "draining_nodes", dict)
+    monkeypatch.setattr(providers, "living", lambda: looks.append(1) or [node])
+    monkeypatch.setattr(providers, "reaches", lambda address, port: answers[-1])
+    monkeypatch.setattr(HeadService, "ask", lambda self, looked, now_s: "")
+    for name, seconds in (("SURVEY_S", 0.01), ("PROBE_S", 0.01), ("MUTE_MOST_S", 0.05)):
+        monkeypatch.setattr(providers, name, seconds)
+    survey = Survey()
+    try:
+        survey.suspect([node.ray_id])
+        until(lambda: node.ray_id in survey.gone and not survey.alive, "its loss")
+        seen = len(looks)
+        until(lambda: len(looks) > seen + 2, "more looks")
+        assert "cannot be reached" in survey.gone[node.ray_id] and not survey.alive
+        answers.append(True)
+        until(lambda: node.ray_id in survey.alive, "its return")
+        assert survey.gone == {}
+        answers.append(False)
+        survey.suspect([node.ray_id])
+        until(lambda: node.ray_id in survey.gone, "its end")
+        answers.append(True)
+        seen = len(looks)
+        until(lambda: len(looks) > seen + 2, "more looks")
+        assert survey.gone == {node.ray_id: REFUSES} and not survey.alive
+    finally:
+        survey.close()
 
 
 def test_an_embedded_head_that_refuses_is_gone(port: socket.socket) -> None:
