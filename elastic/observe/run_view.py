@@ -23,6 +23,7 @@ from elastic.types import (
     Event,
     Job,
     Node,
+    NodeLoadSeen,
     NodeLost,
     NodeReady,
     NoiseSeen,
@@ -89,6 +90,8 @@ class View:
     lost: dict[int, int] = field(default_factory=dict)
     reason: str = ""
     node_speeds: NodeSpeeds = field(default_factory=NodeSpeeds)
+    # by node that is there: when it told its load last, and what
+    loads: dict[str, tuple[float, NodeLoadSeen]] = field(default_factory=dict)
     launches: Launches = field(default_factory=Launches)
     at_s: float = 0.0
 
@@ -312,11 +315,15 @@ class View:
                     if isinstance(action, EnterPlan):
                         self.orders[action.plan.generation] = decision.reason
             case DriverStarted(attached=False):
-                self.nodes, self.plan = {}, None
+                self.nodes, self.plan, self.loads = {}, None, {}
             case NodeReady(node):
                 self.released.discard(node.node_id)
-            case NodeLost(node_id, "released"):
-                self.released.add(node_id)
+            case NodeLost(node_id, cause):
+                self.loads.pop(node_id, None)
+                if cause == "released":
+                    self.released.add(node_id)
+            case NodeLoadSeen(node_id):
+                self.loads[node_id] = (self.at_s, event)
             case PlanEntered():
                 self.lost[event.generation] = max(0, self.step - event.step)
                 self.step = event.step

@@ -176,6 +176,16 @@ class RankProcess:
     def join(self, most_s: float | None = None) -> None:
         self._done.wait(most_s)
 
+    def resident_bytes(self) -> int:
+        """Of the script's process; 0 = it does not run."""
+        from elastic.worker.process.free_memory import resident_bytes  # and with it torch
+
+        child = self._child
+        try:
+            return resident_bytes(child.pid) if child is not None else 0
+        except OSError:
+            return 0
+
     # ------------------------------------------------------------------------------ its own thread
 
     def run(self) -> None:

@@ -9,12 +9,15 @@ import os
 import threading
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elastic.cluster.ray_train.rank_process import RankProcess
+from elastic.cluster.ray_train.rank_process import GPUS, RankProcess
 from elastic.types import Abort, EnterPlan, Job, NodePrepared, Prepare, Quiesce, Quiesced, WorkerId
 from elastic.types.orders import WorkerOrder
 from elastic.worker.process.beat import Beat, Outbox
+
+if TYPE_CHECKING:
+    from elastic.worker.profile.node_load import LoadReports
 
 GRACE_S, GRACE_LOSS_S = 30.0, 3.0  # from SIGTERM to SIGKILL, unless the order says another time
 
@@ -38,9 +41,28 @@ class ScriptSession:
         self._aborted = 0  # generations up to this one are
         self._process: RankProcess | None = None  # of the newest generation
         self._gap = 1  # steps between two lines of the script
-        # takes a second; the first generation needs it
-        module = "elastic.worker.process_groups.rendezvous"
-        threading.Thread(target=import_module, args=(module,), name="load", daemon=True).start()
+        self._load: LoadReports | None = None
+        self._closed = False
+        threading.Thread(target=self._begin, name="load", daemon=True).start()
+
+    def _begin(self) -> None:
+        """What takes a second to import: the first generation needs the one, and nothing waits for
+        the other."""
+        import_module("elastic.worker.process_groups.rendezvous")
+        if self.me.local_rank:
+            return
+        reports = import_module("elastic.worker.profile.node_load").LoadReports
+        on_gpu = bool(os.environ.get(GPUS))
+        with self._lock:
+            if not self._closed:
+                self._load = reports(
+                    self.me.node_id, self._put, on_gpu=on_gpu, worker_bytes=self._script_bytes
+                )
+
+    def _script_bytes(self) -> int:
+        """Of the newest script's own process; 0 = there is none."""
+        process = self._process
+        return process.resident_bytes() if process is not None else 0
 
     def order(self, order: WorkerOrder) -> None:
         """Takes an order; its outcome is a message."""
@@ -81,6 +103,8 @@ class ScriptSession:
         )
         with self._lock:
             before, self._process = self._process, process
+            if self._load is not None:
+                self._load.n_nodes = len(plan.nodes)
             aborted = plan.generation <= self._aborted
         if aborted:
             process.end(0.0)
@@ -106,6 +130,10 @@ class ScriptSession:
 
     def close(self, wait_s: float = 0.0) -> None:
         """Ends the script."""
+        with self._lock:
+            self._closed, load = True, self._load
+        if load is not None:
+            load.close()
         if (process := self._process) is not None:
             process.end(0.0)
             process.join(wait_s)

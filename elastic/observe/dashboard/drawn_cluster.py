@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic.observe.metrics.run_numbers import over_nodes
 from elastic.observe.node_speeds import SLOW
 from elastic.observe.run_view import View
-from elastic.types import AXES, Node, Plan
+from elastic.types import AXES, Node, NodeLoadSeen, Plan
 from elastic.types.grid import stages_at
 
 MOST_GONE = 24  # nodes that are drawn although they are gone
@@ -29,6 +30,10 @@ def cluster(view: View) -> dict[str, Any]:
         "plan": _plan(plan) if plan is not None else None,
         "entering": str(state.target.layout) if state.target is not None else None,
         "copies": _copies(view),
+        "load": {
+            name: float(f"{value:.3g}")
+            for name, value in over_nodes([seen for _, seen in view.loads.values()]).items()
+        },
     }
 
 
@@ -60,9 +65,32 @@ def _nodes(view: View, plan: Plan | None, nodes: list[Node]) -> list[dict[str, A
                 "why": (
                     view.node_speeds.why(view.nodes, node.node_id) if node.node_id in told else ""
                 ),
+                "load": _load(*view.loads[node.node_id], now_s)
+                if node.node_id in view.loads
+                else None,
             }
         )
     return found
+
+
+def _load(told_at_s: float, seen: NodeLoadSeen, now_s: float) -> dict[str, Any]:
+    """As the node told it last; of GPUs what is known."""
+    gpus = {
+        "gpus": seen.n_gpus,
+        "gpu": seen.gpu_share,
+        "gpu_memory": seen.gpu_memory_bytes,
+        "gpu_memory_of": seen.gpu_memory_size_bytes,
+        "gpu_w": seen.gpu_power_w,
+        "gpu_celsius": seen.gpu_celsius,
+    }
+    return {
+        "cpu": round(seen.cpu_share, 3),
+        "memory": seen.memory_size_bytes - seen.memory_free_bytes,
+        "memory_of": seen.memory_size_bytes,
+        "worker": seen.worker_bytes,
+        "ago_s": round(max(0.0, now_s - told_at_s)),
+        **(gpus if seen.n_gpus else {}),
+    }
 
 
 def _plan(plan: Plan) -> dict[str, Any]:

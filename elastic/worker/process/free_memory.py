@@ -27,9 +27,9 @@ def free_host_bytes() -> int:
     return free
 
 
-def resident_bytes() -> int:
-    """Of this process."""
-    with open("/proc/self/statm") as file:
+def resident_bytes(pid: int | str = "self") -> int:
+    """Of a process, this one by default. Raises OSError where it has ended."""
+    with open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -23,7 +23,8 @@ IDLE, IOWAIT, KINDS = 3, 4, 8  # columns of /proc/stat; what guests use is in th
 
 class LoadReports:
     """`report` gets a NodeLoadSeen every few seconds until `close`; `n_nodes`: of the newest plan.
-    `on_gpu`: GPUs are looked at too, as far as `pynvml` is installed and tells."""
+    `on_gpu`: GPUs are looked at too, as far as `pynvml` is installed and tells. `worker_bytes`:
+    what the process that trains holds."""
 
     def __init__(
         self,
@@ -32,8 +33,10 @@ class LoadReports:
         *,
         on_gpu: bool,
         every_s: float = EVERY_S,
+        worker_bytes: Callable[[], int] = resident_bytes,
     ) -> None:
         self.node_id, self.report, self.every_s, self.n_nodes = node_id, report, every_s, 1
+        self._worker_bytes = worker_bytes
         self._busy = (0, 0)
         self._nvml: Any = None
         self._on_gpu = on_gpu
@@ -57,7 +60,7 @@ class LoadReports:
         busy, total = (now - then for now, then in zip(self._busy, before, strict=True))
         return NodeLoadSeen(
             self.node_id, busy / total if total else 0.0, free_host_bytes(), _host_bytes(),
-            resident_bytes(), **self._gpus(),
+            self._worker_bytes(), **self._gpus(),
         )  # fmt: skip
 
     def _gpus(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from elastic.types import (
     Event,
     GroupRan,
     Layout,
+    NodeLoadSeen,
     NodePrepared,
     Plan,
     PlanEntered,
@@ -43,6 +44,8 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import WorkerOrder
+from elastic.worker.profile import node_load
+from elastic.worker.profile.node_load import LoadReports
 
 E_ = TypeVar("E_", bound=Event)
 # meets as init_process_group does, by connections of all ranks to rank 0
@@ -154,7 +157,7 @@ def test_a_group_meets_prints_steps_and_ends_well(
     assert [e.pids for e in group.all(NodePrepared, 3)] == [(os.getpid(),)] * 3
     group.enter()
     group.all(ScriptEnded, 3)
-    told = [e for e in group.heard[A] if not isinstance(e, NodePrepared | Progress)]
+    told = [e for e in group.heard[A] if not isinstance(e, NodePrepared | Progress | NodeLoadSeen)]
     assert [type(e) for e in told] == [PlanEntered, *[StepDone] * 3, GroupRan, ScriptEnded]
     assert [(e.step, e.train_loss) for e in told if isinstance(e, StepDone)] == [
         (1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)),
@@ -170,6 +173,31 @@ def test_a_group_meets_prints_steps_and_ends_well(
     # LOCAL_RANK chooses among the GPUs of all ranks of its node
     assert [e["CUDA_VISIBLE_DEVICES"] for e in printed] == ["3,3", "3,3", "3"]
     assert {e["ACCELERATE_USE_CPU"] for e in printed} == {None}
+
+
+def test_one_worker_of_a_node_tells_its_load_and_what_the_script_holds(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert LoadReports.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(LoadReports.__init__.__kwdefaults__, "every_s", 0.05)
+    monkeypatch.setattr(node_load, "NODE_S", 0.01)
+    before = "kept = b'1' * 100_000_000 * (rank == 0)\nprint('step 1: loss 1')\n"
+    group = made(A, B, C, script=MEETS + before + STAYS)
+    group.all(NodeLoadSeen, 1, A)
+    group.enter()
+    group.all(StepDone, 1)
+    group.hear()
+    group.heard = {w: [] for w in group.workers}
+    (seen, *_), (other, *_) = (group.all(NodeLoadSeen, 1, w) for w in (A, C))
+    assert (seen.node_id, other.node_id) == ("a", "b")
+    assert seen.worker_bytes > 100e6 and 0 <= seen.cpu_share <= 1
+    assert not [e for e in group.heard[B] if isinstance(e, NodeLoadSeen)]
+    group.order(Abort(1))
+    group.all(Quiesced, 3)
+    group.heard = {w: [] for w in group.workers}
+    assert group.all(NodeLoadSeen, 2, A)[-1].worker_bytes == 0, "and the next ones are still told"
+    group.close()
+    assert [s._load._end.is_set() for s in group.sessions.values() if s._load] == [True, True]
 
 
 def test_ranks_without_gpus_are_one_group_for_accelerate_too(

@@ -33,7 +33,18 @@ from elastic.observe.run_view import View, view_of
 from elastic.policy.state.fold import changes
 from elastic.sim.sim_backend import SimBackend
 from elastic.storage import LocalStorage
-from elastic.types import AXES, DriverStarted, Job, Layout, Plan, PlanEntered, StepDone, WorkerId
+from elastic.types import (
+    AXES,
+    DriverStarted,
+    Job,
+    Layout,
+    NodeLoadSeen,
+    NodeLost,
+    Plan,
+    PlanEntered,
+    StepDone,
+    WorkerId,
+)
 from elastic.types.grid import coordinates
 
 
@@ -211,6 +222,39 @@ def test_the_cluster_says_who_holds_what(tmp_path: Path) -> None:
     assert sorted(rank for one in found["nodes"] for rank in one["ranks"]) == list(range(32))
     assert found["plan"]["copies_to"][0] == [8]  # on the next node
     assert found["plan"]["axes"] == {"pp": 4, "tp": 8}
+
+
+def test_each_node_shows_the_load_that_it_told_last(tmp_path: Path) -> None:
+    lines = small_run.lines()[:5]
+    gb = 10**9
+    lines += [
+        small_run.tick(5, NodeLoadSeen("a", 0.9, 1 * gb, 8 * gb, 10)),
+        small_run.tick(6, NodeLoadSeen("b", 0.5, 7 * gb, 8 * gb, 10)),
+        small_run.tick(
+            7, NodeLoadSeen("a", 0.25, 6 * gb, 8 * gb, 10), NodeLoadSeen(
+                "c", 0.11111, 4 * gb, 8 * gb, 20, 2, 0.9, 60 * gb, 80 * gb, 700.0)),
+        small_run.tick(9.2, NodeLost("b", "it is gone")),
+    ]  # fmt: skip
+    assert cluster(view_of(lines[:5]))["load"] == {}, "nothing is told yet"
+    found = cluster(view_of(lines))
+    loads = {node["id"]: node["load"] for node in found["nodes"]}
+    assert loads["a"] == {
+        "cpu": 0.25,
+        "memory": 2 * gb,
+        "memory_of": 8 * gb,
+        "worker": 10,
+        "ago_s": 2,
+    }
+    assert loads["b"] is None, "it is lost"
+    assert (loads["c"]["cpu"], loads["c"]["gpu"], loads["c"]["gpus"]) == (0.111, 0.9, 2)
+    assert (loads["c"]["gpu_memory"], loads["c"]["gpu_celsius"]) == (60 * gb, None)
+    assert found["load"]["cpu_share"] == 0.181 and found["load"]["memory_share_most"] == 0.5
+    assert found["load"]["gpu_power_w_sum"] == 700
+    later = [
+        *lines,
+        small_run.tick(20, DriverStarted("tiny-1", 2, small_run.JOB, small_run.POOLS, MODEL)),
+    ]
+    assert cluster(view_of(later))["load"] == {}, "its nodes ended with the driver before"
 
 
 def test_a_forecast_holds_the_end_between_its_bounds() -> None:

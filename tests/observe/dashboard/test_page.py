@@ -25,7 +25,7 @@ from elastic.observe.dashboard.dashboard_server import DashboardServer, listenin
 from elastic.observe.dashboard.followed_run import PageSources
 from elastic.observe.dashboard.run_shelf import RunShelf
 from elastic.storage import LocalStorage
-from elastic.types import DeviceNoted, WorkerId
+from elastic.types import DeviceNoted, NodeLoadSeen, WorkerId
 
 SOURCES = ROOT / "elastic" / "observe" / "dashboard" / "page"
 BUILT = SOURCES.with_name("static")
@@ -109,8 +109,12 @@ def lines() -> list[Line]:
     made.nodes[2] = f"spot-{BAD}"
     found = list(made.lines())
     at_s = found[30].at_s
-    note = DeviceNoted(WorkerId("spot-1", 0), BAD)
-    found.insert(31, Line(at_s, 1, ((at_s, note),), None))
+    told = (
+        DeviceNoted(WorkerId("spot-1", 0), BAD),
+        NodeLoadSeen("spot-4", 0.43, 1 * 10**9, 4 * 10**9, 10**9, 8, 0.91, 6 * 10**11, 640 * 10**9, 5200.0, 67.0),
+        NodeLoadSeen("on-demand-1", 0.27, 3 * 10**9, 4 * 10**9, 10**9),
+    )  # fmt: skip
+    found.insert(31, Line(at_s, 1, tuple((at_s, event) for event in told), None))
     for k, one in enumerate(found):
         if one.decision is not None and k > 3:
             found[k] = replace(
@@ -249,6 +253,37 @@ def test_the_keyboard_alone_will_do(tmp_path: Path) -> None:
             )
             == 0
         )
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
+def test_a_node_shows_its_load_to_eyes_and_to_readers(tmp_path: Path) -> None:
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        def box(name: str) -> str:
+            return f"[...document.querySelectorAll('button.node')].find(n => n.textContent.includes('node {name},'))"
+
+        hidden = ".querySelector('.hidden').textContent"
+        assert "GPU 91 % · mem 94 %" in await page.value(box("spot-4") + hidden)
+        assert (
+            await page.value(box("spot-4") + ".querySelector('.load').innerText")
+            == "GPU 91 % · mem 94 %"
+        )
+        assert "CPU 27 % · mem 25 %" in await page.value(box("on-demand-1") + hidden)
+        assert await page.value(box("on-demand-2") + ".querySelector('.load')") is None
+        await page.value(box("spot-4") + ".click()")
+        await page.until("document.querySelector('.details h3').textContent === 'spot-4'")
+        details = await page.value("document.querySelector('.details').innerText")
+        for said in (
+            "43 % of its cores",
+            "75 % (3.0 GB of 4.0 GB)",
+            "91 % of the time, 5,200 W, the hottest 67 °C",
+        ):
+            assert said in details
+        await page.value(box("on-demand-2") + ".click()")
+        await page.until("document.querySelector('.details h3').textContent === 'on-demand-2'")
+        assert "CPU" not in await page.value("document.querySelector('.details').innerText")
 
     shown(tmp_path, work)
 

@@ -7,9 +7,14 @@ export interface Range { low: number; mid: number; high: number }
 export interface Category { name: string; seconds: number; gpu_seconds: number; usd: number }
 export interface Pool { name: string; market: string; kind: string; gpus: number; alive: number; most: number; usd_per_node_h: number }
 export interface Advice { verdict: string; what: string; found: string; hint: string }
+/** What a node told of its machine; of GPUs only where it has some, null where they do not tell. */
+export interface Load {
+  cpu: number; memory: number; memory_of: number; worker: number; ago_s: number; gpus?: number; gpu?: number | null;
+  gpu_memory?: number | null; gpu_memory_of?: number | null; gpu_w?: number | null; gpu_celsius?: number | null;
+}
 export interface Drawn {
   id: string; pool: string; market: string; status: string; ranks: number[];
-  leaves_in_s: number | null; speeds: number[]; why: string;
+  leaves_in_s: number | null; speeds: number[]; why: string; load: Load | null;
 }
 export interface Plan {
   generation: number; layout: string; axes: Record<string, number>; coordinates: Record<string, number[]>;
@@ -18,7 +23,7 @@ export interface Plan {
 }
 export interface Checkpoint { step: number; generation: number; layout: string; n_bytes: number; uri: string; verified: boolean }
 export interface Cluster {
-  nodes: Drawn[]; gone: number; wanted: Record<string, number>; starting: Record<string, number>;
+  nodes: Drawn[]; load: Record<string, number>; gone: number; wanted: Record<string, number>; starting: Record<string, number>;
   plan: Plan | null; entering: string | null;
   copies: {
     replica: { step: number; generation: number } | null; checkpoints: Checkpoint[];

@@ -1,8 +1,8 @@
 // The cluster: a box per node, a cell per worker with its rank's place on an axis, and who holds what.
 
 import { useMemo, useRef, useState } from "preact/hooks";
-import type { Drawn, Plan, Run } from "./api";
-import { bytes, count, digits, duration } from "./format";
+import type { Drawn, Load, Plan, Run } from "./api";
+import { bytes, count, digits, duration, percents, watts } from "./format";
 
 const STATUS: Record<string, [string, string]> = {
   prepared: ["✓", "ok"], ready: ["…", "wait"], pending: ["…", "wait"], draining: ["↓", "warn"],
@@ -73,6 +73,7 @@ export function Cluster({ run }: { run: Run }) {
           {plan.checkpoint_every > 0 && <> · checkpoint every {plan.checkpoint_every}</>}
         </p>
       )}
+      {"cpu_share" in cluster.load && <p class="muted">{allSaid(cluster.load)}</p>}
       <div class="cluster">
         <div class={`nodes${dense ? " dense" : ""}`} ref={grid} onKeyDown={key} role="group" aria-label="nodes (arrow keys move)">
           {nodes.map((node) => (
@@ -100,10 +101,29 @@ export function Cluster({ run }: { run: Run }) {
   );
 }
 
+/** Of all nodes, however many there are. */
+function allSaid(load: Record<string, number>): string {
+  const part = (name: string, said: (value: number) => string) => (load[name] === undefined ? "" : said(load[name]));
+  return `load of the nodes: ${[
+    part("cpu_share", (v) => `CPU ${percents(v)}`), part("gpu_share", (v) => `GPUs ${percents(v)}`),
+    part("memory_share_most", (v) => `memory of the fullest ${percents(v)}`),
+    part("gpu_memory_share_most", (v) => `GPU memory of the fullest ${percents(v)}`),
+    part("gpu_celsius_most", (v) => `hottest GPU ${Math.round(v)} °C`), part("gpu_power_w_sum", (v) => `power of all GPUs ${watts(v)}`),
+  ].filter(Boolean).join(" · ")}`;
+}
+
+/** In a node's box: what its workers compute on, and the fullest memory. */
+function loadSaid(load: Load): string {
+  const host = load.memory / load.memory_of;
+  if (load.gpu == null) return `CPU ${percents(load.cpu)} · mem ${percents(host)}`;
+  const gpu = load.gpu_memory != null && load.gpu_memory_of ? load.gpu_memory / load.gpu_memory_of : null;
+  return `GPU ${percents(load.gpu)} · mem ${percents(gpu ?? host)}`;
+}
+
 function sharesSaid(plan: Plan): string {
   const [least, most] = [Math.min(...plan.samples), Math.max(...plan.samples)];
   const each = least === most ? `${least} samples` : `${least} to ${most} samples`;
-  return `${each} a step on each of ${count(plan.dp)} data-parallel ranks`;
+  return plan.dp === 1 ? `${each} a step` : `${each} a step on each of ${count(plan.dp)} data-parallel ranks`;
 }
 
 /** Ranks that hold a replica of a shard of the chosen node. */
@@ -144,7 +164,7 @@ function NodeBox(props: {
       type="button" class={`node ${tone}${props.picked ? " picked" : ""}`} aria-pressed={props.picked} tabIndex={props.tab ? 0 : -1}
       onClick={props.onPick}
     >
-      <span class="hidden">{`node ${node.id}, pool ${node.pool}, ${node.status}${said}, ${cellsSaid(node, plan, axis)}`}</span>
+      <span class="hidden">{`node ${node.id}, pool ${node.pool}, ${node.status}${said}, ${cellsSaid(node, plan, axis)}${node.load ? `, ${loadSaid(node.load)}` : ""}`}</span>
       <span class="name" aria-hidden="true">
         <b class="glyph">{glyph}</b> <span class="ends"><span class="cut">{node.id.slice(0, -TAIL)}</span>{node.id.slice(-TAIL)}</span>
       </span>
@@ -156,6 +176,7 @@ function NodeBox(props: {
           return <i key={k} class={`cell ${name}${held ? " held" : ""}`} style={style}>{held ? "R" : text}</i>;
         })}
       </span>
+      {node.load && <span class="load cut" aria-hidden="true">{loadSaid(node.load)}</span>}
     </button>
   );
 }
@@ -190,6 +211,7 @@ function Details({ node, plan, run }: { node: Drawn; plan: Plan | null; run: Run
         <dt>status</dt><dd>{node.status}{node.leaves_in_s !== null && `, leaves in ${duration(node.leaves_in_s)}`}</dd>
         {node.speeds.length > 0 && <><dt>speed</dt><dd>{node.speeds.map((v) => digits(v, 2)).join(" ")} of the faster ones of its pool</dd></>}
         {node.why && <><dt>note</dt><dd>{node.why}</dd></>}
+        {node.load && <Loads load={node.load} />}
       </dl>
       {plan && node.ranks.some((rank) => rank >= 0) && (
         <ol class="ranks">
@@ -210,6 +232,23 @@ function Details({ node, plan, run }: { node: Drawn; plan: Plan | null; run: Run
           ))}
         </ol>
       )}
+    </>
+  );
+}
+
+function Loads({ load }: { load: Load }) {
+  const of = (used: number, all: number) => `${percents(used / all)} (${bytes(used)} of ${bytes(all)})`;
+  const gpus = [
+    load.gpu != null && `${percents(load.gpu)} of the time`, load.gpu_w != null && watts(load.gpu_w),
+    load.gpu_celsius != null && `the hottest ${Math.round(load.gpu_celsius)} °C`,
+  ].filter(Boolean);
+  return (
+    <>
+      <dt>CPU</dt><dd>{percents(load.cpu)} of its cores</dd>
+      <dt>memory</dt><dd>{of(load.memory, load.memory_of)}{load.worker > 0 && `, ${bytes(load.worker)} by its first worker`}</dd>
+      {gpus.length > 0 && <><dt>{load.gpus === 1 ? "GPU" : `${load.gpus} GPUs`}</dt><dd>{gpus.join(", ")}</dd></>}
+      {load.gpu_memory != null && load.gpu_memory_of != null && <><dt>GPU memory</dt><dd>{of(load.gpu_memory, load.gpu_memory_of)}</dd></>}
+      <dt>told</dt><dd>{duration(load.ago_s)} before the newest line</dd>
     </>
   );
 }

@@ -40,6 +40,14 @@ export function percent(value: number | null | undefined): string {
   return value == null || !isFinite(value) ? "–" : `${(100 * value).toFixed(1)} %`;
 }
 
+export function percents(value: number): string {
+  return `${Math.round(100 * value)} %`;
+}
+
+export function watts(value: number): string {
+  return value < 10_000 ? `${whole.format(value)} W` : `${digits(value / 1000, 3)} kW`;
+}
+
 export function duration(seconds: number | null | undefined): string {
   if (seconds == null || !isFinite(seconds)) return "–";
   const s = Math.max(0, seconds);
