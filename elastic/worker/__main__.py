@@ -8,14 +8,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
-from elastic.worker.process.environment import settle
+from elastic.worker.process.environment import settle, tell_launcher
 
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
 EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where),
@@ -88,20 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ElasticError as error:
         if type(error).__name__ != "StartRefused":  # rank 0 has said it
             print(f"elastic.worker: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        tell_launcher(str(error))
+        tell_launcher(f"elastic.worker: {error}")
         return error.exit_code
-
-
-def tell_launcher(why: str) -> None:
-    """torchrun ends with a block about the rank that failed first: this becomes its last line, by
-    itself, in the form of its own `record` (of another it says so, in two lines more)."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        line = f"elastic.worker: {' '.join(why.split())}"
-        shown = {"py_callstack": f"\n{line}", "timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            told = {"message": {"message": line, "errorCode": 1, "extraInfo": shown}}
-            Path(file).write_text(json.dumps(told))
 
 
 def _run(given: argparse.Namespace, asked: threading.Event) -> int:
@@ -141,7 +126,7 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
         where = "" if alone.leads else f" (rank {alone.me.rank})"
         lines.say(f"{ended.outcome}{where}: {ended.reason}")
     if ended.outcome == "failed" and not alone.peer_is_gone:
-        tell_launcher(ended.reason)
+        tell_launcher(f"elastic.worker: {ended.reason}")
     if alone.leads and given.json:
         print(json.dumps(ended.summary()), flush=True)
     return EXIT[ended.outcome]

@@ -34,6 +34,7 @@ from elastic.worker.loop.logged_numbers import LoggedNumbers
 from elastic.worker.loop.loop_model import LoopModel
 from elastic.worker.loop.loss_reduction import A_MEAN, is_mean
 from elastic.worker.process.call_log import CallLog
+from elastic.worker.process.environment import tell_launcher
 from elastic.worker.process.readback import Number, join_default_stream
 from elastic.worker.program.calls import count_of, count_there
 from elastic.worker.program.loop_program import (
@@ -441,8 +442,10 @@ def _refuse_a_plain_start(frame: types.FrameType | None) -> None:
     file = caller.get("__file__")
     if caller.get("__name__") != "__main__" or not file:
         return
+    said = f"elastic: {PLAIN_START.format(file=os.path.relpath(str(file)))}"
     if os.environ.get("RANK", "0") == "0":
-        print(f"elastic: {PLAIN_START.format(file=os.path.relpath(str(file)))}", file=sys.stderr)
+        print(said, file=sys.stderr)
+    tell_launcher(said)
     raise SystemExit(SpecError.exit_code)
 
 

@@ -7,10 +7,14 @@ Imports nothing of torch's, so that it can be applied before that is loaded.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import signal
+import time
 from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -64,3 +68,15 @@ def die_with_parent() -> None:
     """Linux ends this process when the thread that has started it is gone, also one that is
     stopped."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def tell_launcher(text: str) -> None:
+    """torchrun ends with a block about the rank that failed first: this becomes its last line, by
+    itself, in the form of its own `record` (of another it says so, in two lines more)."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        line = " ".join(text.split())
+        shown = {"py_callstack": f"\n{line}", "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            told = {"message": {"message": line, "errorCode": 1, "extraInfo": shown}}
+            Path(file).write_text(json.dumps(told))

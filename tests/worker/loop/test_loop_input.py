@@ -3,6 +3,7 @@ starts, or in the worker."""
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -375,11 +376,15 @@ def test_of_the_ranks_of_torchrun_one_says_it(
     file = script(tmp_path, GOOD)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(file), run_name="__main__")
     out, err = capfd.readouterr()
     assert (ended.value.code, out) == (2, "")
     assert told(err) if rank == "0" else err == ""
+    # the last line of torchrun's block
+    shown = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]
+    assert told(shown["py_callstack"].strip() + "\n")
 
 
 def test_a_job_with_a_script_is_for_elastic_run_alone(tmp_path: Path) -> None:
