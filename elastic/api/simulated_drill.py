@@ -79,6 +79,7 @@ def simulate_drill(
         saves_again=True,
         keeps_left=True,
         spares_noticed=True,
+        counts_taken=True,
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

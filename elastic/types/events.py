@@ -46,6 +46,8 @@ class DriverStarted(Event):
     others do, and what a plan takes in is not released (else they are left as soon as any other
     node is prepared, which may be released at once): likewise. `spares_noticed`: a process that
     dies on a node with a notice is not counted by `bounds_deaths` (else it is): likewise.
+    `counts_taken`: a node that is being left or released and is in fact taken counts as taken (else
+    as released): likewise.
     """
 
     run: str
@@ -71,6 +73,7 @@ class DriverStarted(Event):
     saves_again: bool = False
     keeps_left: bool = False
     spares_noticed: bool = False
+    counts_taken: bool = False
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,7 @@ class JobRun:
             saves_again=True,
             keeps_left=True,
             spares_noticed=True,
+            counts_taken=True,
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

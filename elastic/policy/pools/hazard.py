@@ -126,6 +126,20 @@ def lived(state: State, passed_s: float) -> dict[str, PoolSeen]:
     return history
 
 
+def announced(state: State, node: Node) -> bool:
+    """Has there been a notice of the node? One that the run itself leaves or releases has none."""
+    ours = state.counts_taken and node.deadline_s is None
+    return node.status == "draining" and not ours
+
+
+def gone(state: State, node: Node, cause: str) -> tuple[bool, bool]:
+    """Of a node that is gone: whether the run has released it, and whether that was to be expected.
+    One that was ordered to be released may have been taken before."""
+    ordered = node.node_id in state.releasing
+    released = cause == "released" or (ordered and not state.counts_taken)
+    return released, announced(state, node) if ordered else node.status == "draining"
+
+
 def taken(state: State, node: Node, lost: bool, *, known: bool, at_s: float) -> State:
     """The node will be or is taken. `lost`: it is gone, and was not released; `known`: there was a
     notice. A warning of it was right, and counts no more beside the reclaim."""

@@ -81,7 +81,7 @@ KEPT_PAUSES = 9
 GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
-    "keeps_left", "spares_noticed",
+    "keeps_left", "spares_noticed", "counts_taken",
 )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def _notice(state: State, event: Notice, at_s: float) -> State:
     if pool is not None and pool.ends_at_s is not None and event.deadline_s >= pool.ends_at_s:
         # it was known, and is no hazard
         state = replace(state, n_notices=state.n_notices + (node.status != "draining"))
-    elif node.status != "draining":
+    elif not hazard.announced(state, node):
         state = hazard.taken(
             replace(state, n_notices=state.n_notices + 1), node, lost=False, known=False, at_s=at_s
         )
@@ -277,7 +277,7 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     if node is None or node.status == "lost":
         return state
     gone = frozenset(WorkerId(node.node_id, k) for k in range(node.gpus))
-    released = event.cause == "released" or node.node_id in state.releasing
+    released, known = hazard.gone(state, node, event.cause)
     state = replace(
         set_status(state, node.node_id, "lost"),
         preparing=less(state.preparing, node.node_id),
@@ -289,7 +289,7 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     why = f"node {node.node_id} is gone" + (f" ({event.cause})" if event.cause else "")
     if not released:
         state = replace(state, deaths=tuple(n for n in state.deaths if n != node.node_id))
-        state = hazard.taken(state, node, lost=True, known=node.status == "draining", at_s=at_s)
+        state = hazard.taken(state, node, lost=True, known=known, at_s=at_s)
         state = hazard.died(state, node, event.cause or "gone", at_s=at_s, reclaimed=True)
     state = replace(state, born=less(state.born, node.node_id))
     state = without(state, gone, why, at_s=at_s)

@@ -264,13 +264,13 @@ class State:
     saves_again: bool = False  # see DriverStarted
     keeps_left: bool = False  # see DriverStarted
     spares_noticed: bool = False  # see DriverStarted
+    counts_taken: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
     quiescing: tuple[int, float] | None = None  # generation, since when
     quiesced: Set[WorkerId] = frozenset()  # workers that have left the running generation
-    # generation, worker that only sent to it and has left
-    sent: Set[tuple[int, WorkerId]] = frozenset()
+    sent: Set[tuple[int, WorkerId]] = frozenset()  # generation, worker that only sent to it: left
     # of a script that is restarted: the order behind `quiescing`, kept until the next generation
     asked: Quiesce | None = None
     # the same: workers whose processes have ended by themselves, and well

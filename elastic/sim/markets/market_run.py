@@ -201,7 +201,7 @@ def run_on(
         expects_measured=True, spends_slack=True, dates_budget=True,
         bounds_deaths=True, saves_in_any=True, leaves_out=True,
         begins_anew=True, waits_to_save=True, blames_program=True, saves_again=True,
-        keeps_left=True, spares_noticed=True,
+        keeps_left=True, spares_noticed=True, counts_taken=True,
     )  # fmt: skip
     if hours is None:
         backend.give_up_at(until_s)

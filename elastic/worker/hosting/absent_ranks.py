@@ -5,7 +5,7 @@ Ranks do the same collectives of a group in the same order. One that does not co
 begun fewer than the others in some group, and nowhere more: the others come as far as they can
 without it. Whoever waits for one of those has begun more than another in that group. Only stages of
 a pipeline, which send messages to each other, may be behind in one group while they wait in another
-whose numbers say nothing (see Groups.arrived): they are told apart by what they do. Where all have
+whose numbers say nothing: they are told apart by what they do. Where all have
 come to all collectives, a GPU may hang: it stands in work of its own, and those that wait for it in
 what they do with others.
 """
@@ -22,6 +22,8 @@ from elastic.user_frames import BACKWARD
 from elastic.worker.process.doing import DEVICE, PATIENT, Doing, InCollective
 
 Arrived = tuple[tuple[str, int, int], ...]
+MESSAGES = "pp"  # between stages
+SHARD_AXES = ("dp_shard", "dp_shard x cp", "cp", "tp")  # of one replica, within a stage
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def absent_ranks(ranks: Mapping[WorkerId, RankSite], staged: bool) -> dict[Worke
     behind: dict[WorkerId, str] = {}
     waiting: set[WorkerId] = set()
     for (axis, _), counts in groups.items():
-        if axis.startswith(DEVICE):
+        # a stage in the middle has more messages than the others
+        if axis.startswith(DEVICE) or (axis == MESSAGES and len(counts) > 2):
             continue
         least = min(counts.values())
         there = [worker for worker, n in counts.items() if n > least]
@@ -83,18 +86,26 @@ def unlike_collectives(ranks: Sequence[RankSite], staged: bool) -> tuple[bool, s
     group for one is the fifth for all. That holds whatever a network loses. One that waits has come
     to what the others wait for, unless that is another collective; and where all have begun as many
     they are at one place: but for stages of a pipeline (`staged`), which are at places of their
-    own, and send each other messages in orders of their own."""
+    own, and send each other messages in orders of their own. Those of the shards of one stage have
+    one order, since they have equally many microbatches (see each_microbatches)."""
     groups: dict[tuple[str, int], dict[int, int]] = {}
+    messages: dict[int, int] = {}  # of stages
     for rank, at in enumerate(ranks):
         for axis, first, n in at.arrived:
             if axis == DEVICE + "own":
                 return False, ""  # its GPU does work of its own, or hangs in it
-            if not axis.startswith(DEVICE) and not (staged and axis == "pp"):
+            if staged and axis == MESSAGES:
+                messages[rank] = n
+            elif not axis.startswith(DEVICE):
                 groups.setdefault((axis, first), {})[rank] = n
     if odd := _odd_kinds(groups, ranks):
         return True, odd
-    pairs = combinations(groups.items(), 2)
-    for ((axis, _), mine), ((other, _), theirs) in pairs:
+    in_step = [group for group in groups.items() if group[0][0] in SHARD_AXES]
+    with_messages = [(group, ((MESSAGES, 0), messages)) for group in in_step]
+    for ((axis, _), mine), ((other, _), theirs) in (
+        *combinations(groups.items(), 2),
+        *with_messages,
+    ):
         if crossed := _crossed(mine, theirs):
             ahead, behind = crossed
             return True, (

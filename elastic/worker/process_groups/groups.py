@@ -411,8 +411,7 @@ class Groups:
         return group
 
     def _count(self) -> None:
-        """Which groups' numbers say who has not come. Not those of a pipeline of more than two: the
-        messages of a stage in the middle are more than those of the others."""
+        """Which groups' numbers say who has not come, or has come to something else."""
         named = (("tie", self.tie), ("cp", self.cp), ("ep", self.ep))
         names = {id(group): name for name, group in named}
         merged = "dp_shard" if self.layout.cp == 1 else "dp_shard x cp"
@@ -420,7 +419,7 @@ class Groups:
             {id(group): merged if axis == "fsdp" else axis for axis, _, group in self._axes}
         )
         if self.pp is not None:
-            names[id(self.pp)] = "pp" if self.layout.pp == 2 else ""
+            names[id(self.pp)] = "pp"
         self._counted = tuple(
             (names[id(group)], ranks[0], group, self.transport.counters(group))
             for group, ranks in self._made

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import PeerGarbled, ProgramError
+from elastic.worker.process.doing import doing
 from elastic.worker.process_groups.control_tree import Control
 
 WORDS_MOST = 1 << 20  # bytes from one rank: some 20,000 names with a number each
@@ -110,9 +111,10 @@ def _pass(
     how: Callable[..., Any], tensor: torch.Tensor, peer: int, *, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """As a batch, which goes by the connections of the whole group: NCCL would make a pair of ranks
-    connections of its own."""
-    for work in dist.batch_isend_irecv([dist.P2POp(how, tensor, peer, group)]):
-        work.wait()
+    connections of its own. The other stage may not come."""
+    with doing("others"):
+        for work in dist.batch_isend_irecv([dist.P2POp(how, tensor, peer, group)]):
+            work.wait()
     return tensor
 
 

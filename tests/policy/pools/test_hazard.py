@@ -9,8 +9,10 @@ from support.policy.story import SPOT, Story, job, orders
 
 from elastic.policy.pools import hazard
 from elastic.policy.pools.node_orders import PREPARE_MOST_S
-from elastic.policy.state.fold import PoolSeen, State
+from elastic.policy.state.fold import PoolSeen, State, fold
 from elastic.types import (
+    Decided,
+    Decision,
     DriverStarted,
     Job,
     Node,
@@ -70,6 +72,30 @@ def test_reclaims_count_once_and_what_is_given_back_is_none() -> None:
     found = story.state.history["spot"]
     assert (found.reclaims, found.losses) == (2, 1)
     assert found.node_s == pytest.approx(story.state.node_s) and found.node_s > 3 * 20
+
+
+@pytest.mark.parametrize(("counts_taken", "taken"), [(True, 1), (False, 0)])
+def test_a_node_that_is_released_and_was_taken_before_that_counts_as_taken(
+    counts_taken: bool, taken: int
+) -> None:
+    """Without the gate as drivers before it decided."""
+    first = Story(pools=(SPOT, FIXED))
+    first.running("a", "b", steps=2)
+    first.state = replace(first.state, counts_taken=counts_taken)
+    state = fold(first.state, Decided(Decision((ReleaseNode("b"),), "")), first.now_s)
+    told = fold(state, Notice("b", first.now_s + 30), first.now_s)
+    found = told.history["spot"]
+    assert (found.reclaims, found.losses, told.n_notices) == (taken, 0, taken)
+    found = fold(told, Notice("b", first.now_s + 20), first.now_s).history["spot"]
+    assert found.reclaims == taken, "another deadline is no other reclaim"
+    lost = fold(state, NodeLost("b", "taken"), first.now_s)
+    found = lost.history["spot"]
+    assert (found.reclaims, found.losses, lost.n_losses) == (taken, taken, taken)
+    found = fold(told, NodeLost("b", "taken"), first.now_s).history["spot"]
+    assert (found.reclaims, found.losses) == (taken, taken), "it was announced"
+    for before in (state, told):
+        found = fold(before, NodeLost("b", "released"), first.now_s).history["spot"]
+        assert found.losses == 0 and found.reclaims == (taken if before is told else 0)
 
 
 def test_a_warned_node_counts_a_little_until_it_is_taken() -> None:

@@ -340,3 +340,28 @@ def test_messages_of_stages_are_begun_in_orders_of_their_own() -> None:
     ranks = [at(pp_0=5, plan_0=2), at(pp_0=6, plan_0=1)]
     assert unlike_collectives(ranks, staged=True) == (False, "")
     assert unlike_collectives(ranks, staged=False)[0]
+
+
+def test_the_shards_of_a_stage_send_their_messages_in_one_order() -> None:
+    """Rank 0 of the first stage leaves out a block: it has sent its samples on and waits for their
+    gradients, while rank 1 waits for it in that block. What the second stage does is its own."""
+    second = [waits("all_gather", "dp_shard", 2, dp_shard_2=3, pp_0=1), at(dp_shard_2=2, pp_1=0)]
+    ranks = [at(dp_shard_0=2, pp_0=2), waits("all_gather", "dp_shard", dp_shard_0=3, pp_1=0)]
+    sure, said = unlike_collectives([*ranks, *second], staged=True)
+    assert sure
+    assert "rank 1 has begun 3 collectives of dp_shard and 0 of pp, rank 0 2 and 2" in said
+    # the same numbers of ranks that are no shards of one replica, or of one stage, say nothing
+    replicas = [at(dp_replicate_0=2, pp_0=2), at(dp_replicate_0=3, pp_1=0)]
+    assert unlike_collectives(replicas, staged=True) == (False, "")
+    stages = [at(dp_shard_0=2, pp_0=2), at(dp_shard_2=3, pp_0=0)]
+    assert unlike_collectives(stages, staged=True) == (False, "")
+    # nor has one that comes later to all of it anything of its own
+    late = [at(dp_shard_0=2, pp_0=1), at(dp_shard_0=3, pp_1=2), *second]
+    assert unlike_collectives(late, staged=True) == (False, "")
+
+
+def test_of_more_than_two_stages_messages_do_not_say_who_has_not_come() -> None:
+    """Those in the middle have more of them."""
+    ranks = {A: at(pp_0=2), B: at(pp_0=5), C: at(pp_0=5), D: at(pp_0=3)}
+    assert absent_ranks(ranks, staged=True) == {}
+    assert list(absent_ranks({A: at(pp_0=2), B: at(pp_0=4)}, staged=True)) == [A]

@@ -9,15 +9,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.waiting import until
 
 import elastic
 from elastic.worker.loop.handoff import Handoff
 from elastic.worker.process.doing import Doing, Said, doing, said
+from elastic.worker.process_groups import wire
 from elastic.worker.session.stall_site import stall_site, waits_in
 
 BODY = """
@@ -85,6 +88,20 @@ def test_what_was_said_holds_for_all_that_the_block_calls(what: Said) -> None:
 def test_a_function_can_say_it_of_itself() -> None:
     with thread_in(doing("copying")(in_file(STORAGE))) as thread:
         assert stall_site([thread]) == ("copying", "local.py:4 in wait")
+
+
+def test_who_waits_for_another_stages_first_message_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def take(event: threading.Event, told: threading.Event) -> None:
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda _: [SimpleNamespace(wait=event.wait)])
+        told.set()
+        wire._pass(dist.irecv, torch.zeros(1), 0, group=None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dist, "P2POp", lambda *parts: parts)
+    with thread_in(take) as thread:
+        until(lambda: "in _pass" in stall_site([thread])[1], "the message")
+        assert stall_site([thread])[0] == "others"
 
 
 def test_the_innermost_counts() -> None:
