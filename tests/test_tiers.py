@@ -123,7 +123,7 @@ def test_reasons_of_skipped_tests_are_counted() -> None:
 
 
 def test_a_tool_that_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"ssh", "ip", "make"}
+    there = {"ssh", "ip", "make", "nft"}
     monkeypatch.setattr("shutil.which", lambda tool, path="": tool if tool in there else None)
     assert missing_tools() == (
         "not on this machine: sshd, rsync (apt-get install openssh-server rsync)"

@@ -3,6 +3,7 @@ where storage is back."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.e2e.shell import PROGRAMS, Shell, last_line
-from support.storage.faulty_proxy import Fault, FaultyProxy
+from support.storage.faulty_proxy import Fault, FaultyProxy, slow_down
 from support.waiting import until
 
 from elastic.ledger.journal import read
@@ -20,7 +21,7 @@ from elastic.ledger.lease import Times
 from elastic.storage.s3 import S3Storage
 from elastic.types import NodePrepared, PlanEntered, StepDone
 
-AWAY_S = 20.0
+AWAY_S, THROTTLED_S = 20.0, 10.0
 STEPS = 150
 pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 
@@ -84,3 +85,36 @@ def test_an_embedded_run_outlives_an_outage_longer_than_its_lease(
     assert code == 0 and '"identical": true' in out
     code, out, err = shell.here("checkpoint", "verify", f"{s3.uri}/away", "--json")
     assert code == 0, err
+
+
+def test_ten_seconds_of_throttling_are_weather(
+    shell: Shell, s3: S3Storage, proxy: FaultyProxy
+) -> None:
+    """From the first checkpoint on every request is told to slow down."""
+    program = str(PROGRAMS / "tiny_slow.py")
+    name = shell.job(steps=STEPS, storage=s3.uri, durable_every=5, peer_every=4, program=program)
+    journal = shell.root / "elastic_runs" / "slow" / "journal.jsonl"
+    process = shell.start("run", name, "--run-name", "slow", "--json")
+    try:
+        until(
+            lambda: any("commit.json" in key for key in s3.list("slow/checkpoints/")),
+            what="the first checkpoint",
+        )
+        began, since_s = step(journal), time.monotonic()
+        proxy.clear()
+        proxy.faults.append(slow_down("", 1 << 30))
+        until(lambda: time.monotonic() - since_s > THROTTLED_S, what="the end of the throttling")
+        assert process.poll() is None, process.communicate()
+        refused, later = sum(seen.fault == "error" for seen in proxy.seen), step(journal)
+        proxy.faults.clear()
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, (out, err)
+    found = last_line(out)
+    assert (found["outcome"], found["steps"], found["samples_exact"]) == ("succeeded", STEPS, True)
+    assert refused > 5 and later > began, "it trained on while storage throttled"
+    assert "Traceback" not in err
+    assert [event.generation for _, event in events(journal, PlanEntered)] == [1]
+    code, out, err = shell.here("checkpoint", "verify", f"{s3.uri}/slow", "--json")
+    assert code == 0 and STEPS in {item["step"] for item in json.loads(out)}, err

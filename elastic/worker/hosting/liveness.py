@@ -28,6 +28,8 @@ EVALUATING_STUCK_S = 600.0
 TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
 # supervising: a script that is restarted, whose supervisor answers whatever that does
 BOUNDS_S = {"idle": 10.0, "starting": 120.0, "supervising": 10.0}
+# a process that is started anew may take as long as the one before: its bound is twice that, at most
+STARTING_TIMES_MOST = 4
 OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, evaluating, saving ...
 GAP_MOST_S = 0.5  # a longer pause between two looks was the driver's own,
 OWN_LATE_MOST_S = 2.0  # and what is more, up to this, tells how late this machine is
@@ -48,6 +50,7 @@ class _Seen:
     at: RankSite = RankSite()
     calls: tuple[PartCalls, ...] = ()
     told: bool = False
+    times: int = 1  # of its bound, as it starts
 
 
 def patience_s(job: Job) -> float:
@@ -80,16 +83,20 @@ class Liveness:
     _workers: dict[WorkerId, _Seen] = field(default_factory=dict)
     _looked_at_s: float | None = None
     _late_s: float = 0.0  # the machine's lateness
+    # how many processes of it, in a row, were silent as they started
+    _unstarted: dict[WorkerId, int] = field(default_factory=dict)
 
     def called(self, worker: WorkerId, may_wait_s: float | None = None) -> None:
         """A call to the worker is open now. `may_wait_s`: in place of `wait_s`."""
-        seen = self._workers.setdefault(worker, _Seen())
+        times = min(STARTING_TIMES_MOST, 2 ** self._unstarted.get(worker, 0))
+        seen = self._workers.setdefault(worker, _Seen(times=times))
         if not seen.open:
             seen.open, seen.waited_s = True, 0.0
             seen.may_wait_s = self.wait_s if may_wait_s is None else may_wait_s
 
     def answered(self, worker: WorkerId, beat: Beat) -> None:
         seen = self._workers.setdefault(worker, _Seen())
+        self._unstarted.pop(worker, None)
         if seen.open and not seen.told and seen.phase in PROMPT and beat.phase in PROMPT:
             self._late_s = max(self._late_s, seen.waited_s - seen.may_wait_s)
         before, now = ((x.generation, x.phase, x.progress) for x in (seen, beat))
@@ -152,11 +159,13 @@ class Liveness:
         return [
             Silent(worker, seen.generation, seen.phase, round(seen.waited_s, 2))
             for worker, seen in overdue
-            if not self._peer_moves(seen, moving.get(seen.generation, ())) and self._tell(seen)
+            if not self._peer_moves(seen, moving.get(seen.generation, ()))
+            and self._tell(worker, seen)
         ]
 
     def _overdue(self, seen: _Seen) -> bool:
-        most_s = seen.may_wait_s + self.bound_s(seen.phase, seen.generation)
+        times = seen.times if seen.phase == "starting" else 1
+        most_s = seen.may_wait_s + times * self.bound_s(seen.phase, seen.generation)
         return seen.open and seen.waited_s > most_s
 
     def _moved_last(self) -> dict[int, list[_Seen]]:
@@ -173,8 +182,10 @@ class Liveness:
         bound_s = self.bound_s(seen.phase, seen.generation)
         return any(peer.still_s < bound_s for peer in moved_last if peer is not seen)
 
-    def _tell(self, seen: _Seen) -> bool:
+    def _tell(self, worker: WorkerId, seen: _Seen) -> bool:
         first, seen.told = not seen.told, True
+        if first and seen.phase == "starting":
+            self._unstarted[worker] = self._unstarted.get(worker, 0) + 1
         return first
 
     def stalled(self, plan: Plan) -> list[Event]:

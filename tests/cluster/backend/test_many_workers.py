@@ -16,9 +16,9 @@ from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.workers.worker_actor import WorkerSetup
 from elastic.cluster.workers.worker_group import WorkerGroup, _Member
 from elastic.config.drill import Scene, resolve
-from elastic.types import Layout, Plan, Pool, WorkerId
+from elastic.types import Layout, Plan, Pool, ShardStored, WorkerId
 from elastic.types.grid import replica_key
-from elastic.worker.hosting.aggregate import CheckpointParts
+from elastic.worker.hosting.aggregate import CheckpointParts, Gather
 from elastic.worker.hosting.checkpoint_orders import holders_of
 from elastic.worker.hosting.liveness import Liveness
 
@@ -87,6 +87,21 @@ def holders_of_each_rank(n: int) -> Work:
     return lambda: [holders_of(parts, rank) for rank in range(0, n * GPUS, 4)]
 
 
+def all_have_stored_their_parts(n: int) -> Work:
+    order = plan(n)
+
+    def hear() -> None:
+        whole: list[CheckpointParts] = []
+        gather = Gather(whole.append, lambda node_id: GPUS)
+        gather.expect(order)
+        for rank, worker in enumerate(order.ranks):
+            gather.add(worker, ShardStored(1, 5, rank, 1), float(rank))
+        (found,) = whole
+        assert found.missing == []
+
+    return hear
+
+
 def the_last_node(n: int) -> Work:
     return lambda: resolve("any", Scene(plan(n), dict.fromkeys(plan(n).nodes, "spot")))
 
@@ -96,6 +111,7 @@ PIECES = [
     nobody_answers,
     nodes_that_it_has,
     holders_of_each_rank,
+    all_have_stored_their_parts,
     the_last_node,
 ]
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from support.cluster.autoscaled import not_allowed
 from support.cluster.metadata_server import MetadataServer, iso
-from support.scene_tools import missing_tools
+from support.scene_tools import UP, missing_tools
 from support.waiting import until
 
 GATEWAY, METADATA, PORT = "172.31.255.254", "169.254.169.254", 5000
@@ -66,7 +66,7 @@ SetEnv AWS_ENDPOINT_URL={ENDPOINT}
 
 def missing() -> str:
     """Why there can be no such hosts here; '' = there can."""
-    return missing_tools() or not_allowed()
+    return missing_tools(UP) or not_allowed()
 
 
 def sh(*words: str) -> str:

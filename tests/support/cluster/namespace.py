@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -13,10 +14,20 @@ from support.waiting import until
 
 from elastic.cluster.ray import processes
 
+RAY = (
+    "import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom "
+    "ray.scripts.scripts import main; main()"
+)
+
+
+def ray_command(python: str, *words: str) -> tuple[str, ...]:
+    """`ray` with these words. `python`: what runs its processes (`_ray_private.lean_python`)."""
+    return (sys.executable, "-c", RAY.format(python=python, words=words))
+
 
 class Namespace:
     """`environment`: of all that runs inside. Folders but /tmp/ray and /dev/shm are those of this
-    machine."""
+    machine. A command is run `at` one of its named networks (`ip netns add`); '' = its own one."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
@@ -33,12 +44,13 @@ class Namespace:
             lambda: self._inside() and processes.command(self._inside())[0] == "sleep",
             "the namespaces stand",
         )
-        self._name = os.readlink(f"/proc/{self._inside()}/ns/net")
+        self._name = os.readlink(f"/proc/{self._inside()}/ns/ipc")
 
     def _inside(self) -> int:
         return next(iter(processes.descendants(self._holder.pid)), 0)
 
-    def _words(self, words: tuple[str, ...]) -> list[str]:
+    def _words(self, words: tuple[str, ...], at: str) -> list[str]:
+        network = ("nsenter", f"--net=/run/netns/{at}") if at else ()
         return [
             "nsenter",
             "--target",
@@ -48,22 +60,23 @@ class Namespace:
             "--mount",
             "--ipc",
             "--wd=.",
+            *network,
             *words,
         ]
 
-    def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, at: str = "", **more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self._words(words),
+            self._words(words, at),
             env={**self.environment, **more},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
 
-    def run(self, *words: str, within_s: float = 300.0, **more: str) -> str:
+    def run(self, *words: str, at: str = "", within_s: float = 300.0, **more: str) -> str:
         """Its output; raises AssertionError where it fails."""
         done = subprocess.run(
-            self._words(words),
+            self._words(words, at),
             env={**self.environment, **more},
             text=True,
             capture_output=True,
@@ -83,7 +96,7 @@ class Namespace:
             with suppress(OSError):
                 if (
                     all(word in line for word in words)
-                    and os.readlink(f"/proc/{name}/ns/net") == self._name
+                    and os.readlink(f"/proc/{name}/ns/ipc") == self._name
                 ):
                     found.append(int(name))
         return [pid for pid in found if processes.started(pid) is not None]
@@ -95,9 +108,9 @@ class Namespace:
 
 
 def below(process: subprocess.Popen[str]) -> int:
-    """The command that `Namespace.start` has started."""
-    until(lambda: processes.descendants(process.pid), "it runs")
-    return processes.descendants(process.pid)[0]
+    """The command that `Namespace.start` has started; 0 = it has ended."""
+    until(lambda: processes.descendants(process.pid) or process.poll() is not None, "it runs")
+    return next(iter(processes.descendants(process.pid)), 0)
 
 
-__all__ = ["Namespace", "below"]
+__all__ = ["Namespace", "below", "ray_command"]

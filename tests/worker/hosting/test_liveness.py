@@ -141,6 +141,28 @@ def test_other_phases_have_patience() -> None:
     assert [worker for _, worker in run.until(65, mute=(B,), moving=False, phase="loading")] == [B]
 
 
+def test_a_process_that_is_started_anew_may_take_twice_as_long_as_the_one_before() -> None:
+    liveness, now_s, told = Liveness(0.5), 0.0, []
+    liveness.look(now_s)
+    while len(told) < 4:  # each is ended and started again as it is told
+        liveness.called(A)
+        now_s += 0.5
+        if liveness.look(now_s):
+            told.append(now_s)
+            liveness.forget(A)
+    took = [after - before for before, after in zip([0.0, *told], told)]
+    assert [round(seconds / 120) for seconds in took] == [1, 2, 4, 4]
+    liveness.called(A)
+    liveness.answered(A, beat_of(0, "idle", 0))
+    liveness.forget(A)
+    until_s = now_s + 122
+    while now_s < until_s and not told[4:]:
+        liveness.called(A)
+        now_s += 0.5
+        told += [now_s for _ in liveness.look(now_s)]
+    assert len(told) == 5, "one that has answered begins anew"
+
+
 def test_a_pause_of_the_driver_itself_is_nobodys_silence() -> None:
     run = Run()
     run.until(2)
