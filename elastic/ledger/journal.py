@@ -20,11 +20,12 @@ import json
 import math
 import os
 import re
+import sys
 import types as python_types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from zlib import crc32
@@ -34,7 +35,17 @@ from elastic.config.masking import masked, masked_text
 from elastic.errors import InternalError, JournalDamaged, SpecError
 from elastic.ledger.append_file import Appender
 from elastic.ledger.segments import GO_ON, Segments
-from elastic.types import Decision, EnterPlan, Event, Job, NodeLoadSeen, RollForward, StepDone, Stop
+from elastic.types import (
+    Decision,
+    EnterPlan,
+    Event,
+    Job,
+    NodeLoadSeen,
+    RollForward,
+    StepDone,
+    Stop,
+    WorkerId,
+)
 from elastic.types.replacing import made
 
 T = TypeVar("T")
@@ -49,6 +60,7 @@ CLASSES: dict[str, type] = {
     name: cls for name, cls in vars(types).items() if isinstance(cls, type) and types.is_noun(cls)
 }
 CLOSED = "journal-closed.jsonl"  # a file that is being packed
+KEPT_WORKERS = 1 << 15
 NO_LINE = "00000000"  # what `after` says where there is no line before
 SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}$')
 SEALED = ',"crc":"{}"}}'
@@ -163,6 +175,10 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda value: {
             key(k): item(v) for k, v in (value.items() if isinstance(value, dict) else value)
         }
+    if hint is WorkerId:
+        return lambda data: _worker(data["node_id"], data["local_rank"])
+    if origin is typing.Literal:
+        return lambda value: sys.intern(value) if type(value) is str else value
     if isinstance(hint, type) and hint in _OPEN:
         return decode
     if hint is Job:
@@ -170,6 +186,12 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     if isinstance(hint, type) and types.is_noun(hint):
         return _reader_of(hint)
     return float if hint is float else _as_it_is
+
+
+@lru_cache(KEPT_WORKERS, typed=True)
+def _worker(node_id: str, local_rank: int) -> WorkerId:
+    """Each plan names the same thousands, several times: whoever keeps plans keeps each once."""
+    return WorkerId(node_id, local_rank)
 
 
 def plain(obj: Any) -> dict[str, Any]:

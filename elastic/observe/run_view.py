@@ -4,7 +4,7 @@ keep."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -278,7 +278,7 @@ class View:
             for text in event_messages.of_model(event.model):
                 self._note("ModelNoted", text)
         elif isinstance(event, Decided) and event.decision.actions and event.decision.reason:
-            self._note("Decision", event.decision.reason, event)
+            self._note("Decision", event.decision.reason, _without_plans(event))
 
     def _note(self, kind: str, text: str, about: Event | None = None) -> None:
         self.notes.append(Note(self.at_s, self.step, kind, text, about))
@@ -339,6 +339,13 @@ class View:
                     self.saved = event
             case _:
                 pass
+
+
+def _without_plans(event: Decided) -> Decided:
+    """A plan names thousands of ranks; those that are asked for later are in `planned`."""
+    decision = event.decision
+    rest = tuple(action for action in decision.actions if not isinstance(action, EnterPlan))
+    return Decided(replace(decision, actions=rest))
 
 
 def view_of(lines: Iterable[Line]) -> View:

@@ -40,12 +40,14 @@ from elastic.types import (
     DriverStarted,
     EnterPlan,
     Event,
+    Holding,
     Layout,
     ModelProfile,
     NodeLoadSeen,
     NodeLost,
     NodeReady,
     Plan,
+    Resume,
     StepDone,
     Stop,
     WorkerFailed,
@@ -90,6 +92,19 @@ def test_every_noun_comes_back_as_it_was(name: str) -> None:
 def test_a_field_called_kind_does_not_hide_the_class() -> None:
     failed = WorkerFailed(WorkerId("n", 0), 2, "out_of_memory", "oom")
     assert encode(failed)["kind_"] == "out_of_memory" and decode(encode(failed)) == failed
+
+
+def test_the_workers_that_many_plans_name_are_kept_once() -> None:
+    ranks = tuple(WorkerId(f"node-{k}", k) for k in range(3))
+    held = tuple(Holding(worker, 1, rank, 8, "peer") for rank, worker in enumerate(ranks))
+    plan = Plan(
+        2, Layout(dp_shard=3), ranks, (1, 1, 1), (), resume=Resume("peer", 8, holdings=held)
+    )
+    first, second = (decode(json.loads(json.dumps(encode(plan)))) for _ in range(2))
+    assert first == second == plan
+    for mine, other, holding in zip(first.ranks, second.ranks, second.resume.holdings, strict=True):
+        assert mine is other is holding.worker and type(mine) is WorkerId
+        assert holding.kind is first.resume.holdings[0].kind
 
 
 def test_numbers_that_json_has_not_and_secrets() -> None:

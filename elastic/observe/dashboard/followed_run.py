@@ -28,6 +28,7 @@ from elastic.storage import Storage
 from elastic.types import Plan
 
 KEPT_PLANS = 16  # of thousands of ranks each
+KEPT_STEPS = 20_000  # that may still be undone; see Books
 MOST_MARKS = 150  # on a chart
 MOST_NOTES = 500  # in one answer
 SOME = 200  # lines, after which a page that asks gets its turn
@@ -72,7 +73,7 @@ class FollowedRun:
     def _begin(self) -> None:
         """Of this journal no line is known yet."""
         self._begun = self._growth.begun
-        self.view, self.books, self.curve = View(), Books(), StepCurve()
+        self.view, self.books, self.curve = View(), Books(keeps=KEPT_STEPS), StepCurve()
         self.generations, self.history = GenerationLog(), CapacityHistory()
         self.evidence = EvidenceReader()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -322,6 +323,24 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     assert len(compact(snapshot(run))) < 80_000  # 512 ranks
     assert len(compact(run.series(Stretch(buckets=700)))) < 120_000
     assert len(run.view.points) <= 20 and len(run.view.planned) <= 16
+
+
+def test_what_it_keeps_does_not_grow_with_the_generations(tmp_path: Path) -> None:
+    """A plan names each rank several times: those of all generations of thousands of ranks were
+    hundreds of megabytes."""
+
+    def kept(n_changes: int) -> int:
+        run = followed(tmp_path / str(n_changes), list(LongRun(32, 400, n_changes).lines()))
+        tracemalloc.start()
+        try:
+            run.look()
+            assert len(run.generations.rows) > n_changes
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    few, many = kept(50), kept(90)
+    assert many - few < 40 * 10_000, f"{few} and {many} bytes"
 
 
 def test_nothing_to_show_is_one_line(tmp_path: Path) -> None:
