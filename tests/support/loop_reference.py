@@ -47,7 +47,10 @@ class ScriptAtLoop:
         }
         extra.fresh(boxes)
         optimizers = SimpleNamespace(each=by_name(program.optimizer(named)))
-        state = SimpleNamespace(step=0, rank=0, optimizers=optimizers, model=model, tensors=boxes)
+        profile = SimpleNamespace(optimizers=())
+        state = SimpleNamespace(
+            step=0, rank=0, optimizers=optimizers, model=model, tensors=boxes, profile=profile
+        )
         return cls(script, program, state, extra, steps)
 
     def begin(self, generation: int = 1) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from elastic.planner.cost.collectives import COMMIT_BYTES
 from elastic.planner.cost.memory import Step, held, zero_stage
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.cost.step_cost import GRADIENT_BYTES, routed_bytes
+from elastic.planner.cost.step_cost import GRADIENT_BYTES, exchanges_of, routed_bytes
 from elastic.types import Layout, SampleProfile
 
 
@@ -24,7 +24,10 @@ def axis_bytes(work: ModelCost, layout: Layout, step: Step) -> dict[str, float]:
         found |= {
             "tp": blocks * tp_bytes(sample, layout, step),
             "cp": blocks * cp_bytes(sample, layout, step),
-            "ep": blocks * 4 * routed_bytes(sample, layout, step) * _passed(layout.ep),
+            "ep": blocks
+            * exchanges_of(layout)
+            * routed_bytes(sample, layout, step)
+            * _passed(layout.ep),
             "pp": step.n_microbatches * pp_bytes(sample, layout, step),
         }
     return {name: n_bytes for name, n_bytes in found.items() if n_bytes > 0}

@@ -101,7 +101,15 @@ def ep_s(site: Site, sample: SampleProfile, layout: Layout, step: Step) -> float
     """Seconds of a microbatch's experts in one block: tokens go to their experts and back, forward
     and backward (Lepikhin et al. 2020, section 3.2)."""
     n_bytes = routed_bytes(sample, layout, step)
-    return 4 * exchange_s(site.links, n_bytes, RankGroup(layout.ep, layout.tp)) if n_bytes else 0.0
+    if not n_bytes:
+        return 0.0
+    group = RankGroup(layout.ep, layout.tp)
+    return exchanges_of(layout) * exchange_s(site.links, n_bytes, group)
+
+
+def exchanges_of(layout: Layout) -> int:
+    """Of a microbatch's tokens in one block: a forward pass that is done again sends again."""
+    return 6 if layout.activation_checkpointing == "full" else 4
 
 
 def routed_bytes(sample: SampleProfile, layout: Layout, step: Step) -> float:

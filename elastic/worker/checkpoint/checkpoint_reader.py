@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from elastic.errors import SpecError, StorageDamaged
-from elastic.reshard.rank_boxes import Region, meet
+from elastic.reshard.rank_boxes import EXTRA, Region, meet
 from elastic.storage import Sizes, Storage
 from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint.blob import Hasher, check_head, decode_blob, hasher_for
@@ -34,6 +34,7 @@ from elastic.worker.checkpoint.checkpoint_format import (
     Marker,
     shard_name,
 )
+from elastic.worker.program.owned.optimizer_counters import COUNTERS
 
 SCRATCH_BYTES = 64 << 20  # of all threads together; a single larger blob still gets its size
 RUN_BYTES = 8 << 20  # small blobs that lie together are read at once, up to this much
@@ -111,9 +112,16 @@ class Checkpoint:
         wanted = {spec.fqn: (spec.shape, spec.dtype) for spec in specs if 0 not in spec.shape}
         for fqn, (shape, dtype) in wanted.items():
             if fqn not in self.tensors:
+                more = "other model?"
+                if fqn == EXTRA + COUNTERS:
+                    more = (
+                        "the job's optimizer counts its steps there, and one that does not, or a "
+                        "version before, stored it; take its weights alone (elastic checkpoint "
+                        "import) or the optimizer that it was stored with"
+                    )
                 raise SpecError(
                     f"{self.uri}: it has no tensor {fqn} (the model wants {list(shape)} {dtype}); "
-                    "other model?"
+                    f"{more}"
                 )
             if self.tensors[fqn] != (shape, dtype):
                 has = f"{list(self.tensors[fqn][0])} {self.tensors[fqn][1]}"

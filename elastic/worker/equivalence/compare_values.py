@@ -8,9 +8,10 @@ the pipeline's schedule.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,11 +31,13 @@ from elastic.worker.equivalence.forward_trace import Batch, python_random, told
 from elastic.worker.equivalence.no_randomness import Still, draws_left
 from elastic.worker.equivalence.reference_pass import Outputs, Pass
 from elastic.worker.equivalence.small_batch import first_positions, longest, positions
-from elastic.worker.equivalence.small_copy import ROWS, SmallCopy
+from elastic.worker.equivalence.small_copy import ROWS, WHOLE_MOST_PARAMETERS, SmallCopy, converted
 from elastic.worker.equivalence.stages.unit_flow import with_flow
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.rendezvous import host_store, new_secret
 from elastic.worker.process_groups.transport import is_collective_error
+from elastic.worker.program.calls import call_model, loss_of
+from elastic.worker.program.norms.batch_norms import norms_of
 from elastic.worker.program.weights import cut
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.optimizer_step import Stepper
@@ -48,6 +51,7 @@ FAMILIES = {
 LOSS_AGREES, GRADIENT_AGREES = 1e-4, 3e-4
 # times what a lower precision inside of the model explains; differences that it may
 ROUNDING, ROUNDING_MOST = 4.0, 5e-2
+REPEATS = 1e-6  # relative, of a loss that is computed twice
 SMALL = 1e-6  # of the largest element of all gradients: what is below is rounding
 FAMILY_MOST_S, MEET_S = 30.0, 20.0
 HERE = "127.0.0.1"
@@ -87,6 +91,66 @@ class Compared:
 
 
 OF_A_PROGRAM = Words()
+
+
+def kept_between(small: SmallCopy, batch: Batch) -> str:
+    """Does a second pass over the same samples, with the same weights and buffers, give another
+    loss? '' = no, or it cannot be told; else what is said of it."""
+    losses = _losses(small, [batch, batch], torch.float32)
+    if not losses or math.isclose(*losses, rel_tol=REPEATS):
+        return ""
+    return (
+        "a second forward pass over the same samples, with the same weights, gives another loss "
+        f"({losses[0]:.6g}, then {losses[1]:.6g}): the program keeps something between steps that "
+        "no new worker gets; keep it in buffers of the model, and what follows from samples not at "
+        "all"
+    )
+
+
+def sees_others(small: SmallCopy, batch: Batch) -> str:
+    """Is the loss of samples another one than that of each by itself? One way to share them out may
+    not show it. '' = no, or it cannot be told; else what is said of it."""
+    large = small.profile.n_params > WHOLE_MOST_PARAMETERS
+    if large or small.program.batch_dependent or norms_of([small.model]):
+        return ""
+    ones = [{key: x[i : i + 1] for key, x in batch.items()} for i in range(ROWS)]
+    # without what rounding makes of it
+    losses = _losses(small, [double(one) for one in (batch, *ones)], torch.float64)
+    if not losses or math.isclose(losses[0], sum(losses[1:]), rel_tol=LOSS_AGREES):
+        return ""
+    return (
+        f"the loss of {ROWS} samples is {losses[0]:.6g}, that of the same one by one "
+        f"{sum(losses[1:]):.6g}: a result depends on which samples stand beside it; compute each "
+        "by itself, or say Program.batch_dependent=True to train on all the same"
+    )
+
+
+def _losses(small: SmallCopy, batches: Sequence[Batch], dtype: torch.dtype) -> list[float]:
+    """Of passes of one model, each with the buffers of the first; none where one raises."""
+    program, model = small.program, converted(copy.deepcopy(small.model), dtype)
+    model.train(not program.batch_dependent)
+    before = {
+        (module, name): buffer.clone()
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    losses = []
+    with Still(), python_random(0.999):
+        for batch in batches:
+            for (module, name), value in before.items():
+                module._buffers[name] = value.clone()
+            given = {key: x.clone() for key, x in batch.items()}
+            try:
+                loss = loss_of(program, call_model(program, model, given), given)
+            except Exception:  # noqa: BLE001 - the user's model: the layouts tell what it raises
+                return []
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def double(batch: Batch) -> Batch:
+    return {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
 
 
 def compare(
@@ -152,8 +216,8 @@ def _compare(
     times = _rounding(small, batch, layout.cp)
     if isinstance(times, str):
         text = (
-            "it cannot be compared: the loss does not repeat in one process, which draws random "
-            f"numbers by {times}"
+            "it cannot be compared: in one process the loss of the same samples is another one the "
+            f"second time; {times}"
         )
         return replace(judged, problem=text)
     explained = judged.worst < ROUNDING_MOST and judged.off < ROUNDING_MOST
@@ -212,8 +276,7 @@ def _round(pipe: Connection, small: SmallCopy, batch: Batch, cp: int) -> None:
             if abs(once.loss - again) <= LOSS_AGREES * max(1e-3, abs(once.loss))
             else draws_left()
         )
-        double = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
-        exact = small.alone(double, cp, dtype=torch.float64)
+        exact = small.alone(double(batch), cp, dtype=torch.float64)
     most = max((float(g.abs().max()) for g in exact.gradients.values() if g.numel()), default=0.0)
     found = {"": abs(once.loss - exact.loss) / (LOSS_AGREES * max(1e-3, abs(exact.loss)))}
     for name, gradient in once.gradients.items():

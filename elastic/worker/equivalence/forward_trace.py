@@ -38,6 +38,8 @@ KEYWORDS = "Program.keywords"
 PYTHON, NUMPY = "Python's random", "numpy's random"
 FAR = 100_000  # a value that Python asks for, in passes that try what large ones do
 MORE_OPERATIONS = 10_000  # than a pass before had: a loop over such a value
+NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+MOST_NUMBERS = 1000  # of a list that is looked into
 NONE: Labels = frozenset()
 INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 INTERNAL = (str(Path(torch.__file__).parent), str(PACKAGE / "worker"))
@@ -107,6 +109,8 @@ class Followed:
     computes_in: str = ""  # the type of fewest bits that was made from the samples, '' = float32
     norm: str = ""  # where statistics are taken by a function, outside of any nn.BatchNorm
     python_random: str = ""  # PYTHON or NUMPY, where it was drawn from
+    # numbers of Python that modules keep, which were others behind the pass
+    numbers: list[str] = field(default_factory=list)
     truth: bool | None = None
     blocks: tuple[str, ...] = ()
     output: Any = None
@@ -180,6 +184,7 @@ class Tracer:
         before = {name: id(buffer) for name, buffer in self.model.named_buffers()}
         weights = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         held = {_storage(x) for _, x in _held(self.model)}
+        numbers = numbers_of(self.model)
         with ExitStack() as stack:
             for i, name in enumerate(self.blocks):
                 block = self.model.get_submodule(name)
@@ -200,6 +205,8 @@ class Tracer:
             stack.enter_context(_Mode(self))
             self.found.output = self.model(first, **keywords)
         self.found.tail = self.ops
+        after = numbers_of(self.model)
+        self.found.numbers = [name for name in after if after[name] != numbers.get(name)]
         self.found.python_random = next(iter(drawn), "")
         for name, buffer in self.model.named_buffers():
             if before.get(name) != id(buffer) and name not in self.found.written:
@@ -292,7 +299,9 @@ class Tracer:
             elif mutable:
                 self.labels[_storage(tensor)] = self.labels.get(_storage(tensor), NONE) | fresh
         if mutable:
-            self._writes(args)
+            self._writes(func, args, kwargs or {})
+        elif name in NORMS and args[5]:  # its schema does not say that it writes in training
+            self._write(args[3:5], labels)
         if self.stack and self.stack[0].block:
             self._beside(name, labels)
         if not self.stack and plain and func.is_view:
@@ -300,10 +309,19 @@ class Tracer:
         elif not self.stack:
             self.ops.append(Op(name, self.where()[0], labels, makes=frozenset(map(_storage, made))))
 
-    def _writes(self, args: Any) -> None:
-        for tensor in tensors_in(args[:1]):
+    def _writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        named = func._schema.arguments
+        given = [(one, args[i]) for i, one in enumerate(named) if i < len(args)]
+        given += [(one, kwargs[one.name]) for one in named[len(args) :] if one.name in kwargs]
+        targets = [x for one, x in given if one.alias_info and one.alias_info.is_write]
+        others = [x for one, x in given if not (one.alias_info and one.alias_info.is_write)]
+        self._write(targets, self.labels_of(others))
+
+    def _write(self, targets: Any, labels: Labels) -> None:
+        for tensor in tensors_in(targets):
+            self.label(tensor, self.labels_of(tensor) | labels)
             if (buffer := self.buffers.get(_storage(tensor))) is not None:
-                self._buffer_written(buffer, self.labels_of(args[1:]))
+                self._buffer_written(buffer, labels)
             if (weight := self.weights.get(_storage(tensor))) is not None:
                 self.found.weights_written.setdefault(weight, self.where()[0])
 
@@ -393,6 +411,30 @@ def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
     elif depth < 3 and isinstance(value, list | tuple | deque | dict):
         for item in list(value.values() if isinstance(value, dict) else value):
             yield from _tensors_of(item, depth + 1)
+
+
+def numbers_of(model: nn.Module) -> dict[str, int | float]:
+    """What modules keep as numbers of Python: as attributes, in lists and dicts there, and in plain
+    objects of the program's own."""
+    found: dict[str, int | float] = {}
+    for name, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        found.update(_numbers_in(own, name, 3))
+    return found
+
+
+def _numbers_in(value: Any, name: str, depth: int) -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, int | float):
+        yield name, value
+        return
+    if isinstance(value, list | tuple | deque):
+        value = dict(enumerate(value))
+    elif not isinstance(value, dict):
+        plain = not isinstance(value, nn.Module | Tensor | type) and hasattr(value, "__dict__")
+        value = vars(value) if plain and not type(value).__module__.startswith("torch") else {}
+    if depth and len(value) < MOST_NUMBERS:
+        for key, item in list(value.items()):
+            yield from _numbers_in(item, f"{name}.{key}".removeprefix("."), depth - 1)
 
 
 @contextmanager

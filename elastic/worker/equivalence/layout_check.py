@@ -31,7 +31,14 @@ from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
-from elastic.worker.equivalence.compare_values import FAMILIES, OF_A_PROGRAM, Words, compare
+from elastic.worker.equivalence.compare_values import (
+    FAMILIES,
+    OF_A_PROGRAM,
+    Words,
+    compare,
+    kept_between,
+    sees_others,
+)
 from elastic.worker.equivalence.forward_trace import Batch, told
 from elastic.worker.equivalence.loss_is_sum import check_before_start
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
@@ -212,6 +219,10 @@ def _compared(
         check_rows(small, batch)
     except Exception as error:  # noqa: BLE001 - the user's model
         return replace(found, skipped=_not_compared(error), steady=False)
+    wrong = _in_one_process(small, batch, axes, words=words)
+    structure = replace(structure, **{f"no_{axis}": why for axis, why in wrong.items()})  # type: ignore[arg-type]
+    axes = [axis for axis in axes if axis not in wrong]
+    found = replace(found, structure=structure)
     job, equal, limit, took = job_of_copy(asked.job), dict(found.equal or {}), 0, 0.0
     until_s = time.monotonic() + asked.most_s
     for axis in axes:
@@ -248,6 +259,17 @@ def _compared(
             structure = replace(structure, notes=(*structure.notes, *note))
     most = min(filter(None, (limit, found.tp_limit)), default=0)
     return replace(found, structure=structure, equal=equal, tp_limit=most)
+
+
+def _in_one_process(
+    small: SmallCopy, batch: Batch, axes: Sequence[str], *, words: Words
+) -> dict[str, str]:
+    """Axes that are closed by what one process computes, and why."""
+    if why := kept_between(small, batch):
+        return dict.fromkeys(axes, why)
+    if words is OF_A_PROGRAM and "dp" in axes and (why := sees_others(small, batch)):
+        return {axis: why for axis in axes if axis in ("dp", "pp", "ep")}
+    return {}
 
 
 def _not_compared(error: Exception) -> str:

@@ -129,5 +129,10 @@ def _middle(name: str, given: dict[str, Any]) -> float | None:
 
 
 def draws_left() -> str:
-    """The operations that drew all the same, in words."""
-    return ", ".join(sorted(DRAWN)) or "something that is not torch's"
+    """Why a loss does not repeat, in words: the operations that drew all the same, if any did."""
+    if DRAWN:
+        return f"it draws random numbers by {', '.join(sorted(DRAWN))}"
+    return (
+        "it draws random numbers that are not torch's, or keeps something from one call to the "
+        "next (a count, a running mean) outside of the model's buffers, which are moved and stored"
+    )

@@ -93,7 +93,7 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
             notes=(*shares.notes, *trial.problems),
         )
     shares = replace(shares, no_dp=shares.no_dp or _shared_by_blocks(program, profile))
-    if why := _of_weights(program, one):
+    if why := _of_weights(program, one) or _of_numbers(program, batch, device=device, one=one):
         shares = replace(shares, no_dp=why, no_tp=why, no_cp=why, no_pp=why)
     no_pp = profile.no_pp or shares.no_pp
     if not no_pp and profile.n_blocks > 1:
@@ -239,7 +239,8 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     notes = []
     no_dp = no_tp = no_cp = no_pp = ""
     norm, sees = _norm(build_meta(program))
-    written = next((name for name, labels in one.written.items() if labels), None)
+    of_samples = {name: any(map(_of_samples, labels)) for name, labels in one.written.items()}
+    written = next((name for name, found in of_samples.items() if found), None)
     if not norm and one.norm:
         sees = f"{one.norm}, whose statistics are those of the samples of one rank"
     elif not norm and written is not None:
@@ -254,9 +255,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
         )
     elif sees:
         no_dp = no_cp = no_pp = f"{sees}; {_mend(norm, by_hand=bool(one.norm))}"
-    chosen = [
-        op for op in one.branches if any(not label.startswith("the weight ") for label in op.labels)
-    ]
+    chosen = [op for op in one.branches if any(map(_of_samples, op.labels))]
     mine = [op for op in chosen if op.own]
     if one.python_random:
         no_dp = no_tp = no_cp = (
@@ -278,12 +277,13 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
             f"{chosen[0].inside or 'forward'} ({chosen[0].where}) branches on a value of the "
             "samples of one rank"
         )
-    for name, labels in one.written.items():
-        if not labels and not norm:
-            notes.append(
-                f"each forward pass writes the buffer {name}: how many there are in a step "
-                "depends on the layout"
-            )
+    alike = [name for name, found in of_samples.items() if not found and not norm]
+    if alike:
+        more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
+        notes.append(
+            f"each forward pass writes the buffer {alike[0]}{more}: how many there are in a step "
+            "depends on the layout"
+        )
     if one.keeps:
         more = f" (and {len(one.keeps) - 1} more)" if len(one.keeps) > 1 else ""
         notes.append(
@@ -293,8 +293,15 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
     return Structure(no_dp, no_tp, no_cp, no_pp, computes_in=one.computes_in, notes=tuple(notes))
 
 
+def _of_samples(label: str) -> bool:
+    return not label.startswith("the weight ")
+
+
 def _of_weights(program: Program, one: Followed) -> str:
     """What is done to weights that only a whole model has."""
+    for name, module in build_meta(program).named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"{name} has sparse gradients, which cannot be cut: take sparse=False"
     for name, p in build_meta(program).named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             return (
@@ -308,6 +315,27 @@ def _of_weights(program: Program, one: Followed) -> str:
             "cut; compute a value from the weight and use that"
         )
     return ""
+
+
+def _of_numbers(program: Program, batch: Batch, *, device: str, one: Followed) -> str:
+    """A number of Python that each pass changes, as no cache does that the first one fills."""
+    if not one.numbers:
+        return ""
+    model = whole_model(program, device)
+    seen = []
+    for _ in range(2):
+        tracer = Tracer(program, model, block_names(model, program.blocks), truth=one.truth)
+        again = follow(program, tracer, {key: x.to(device) for key, x in batch.items()})
+        seen.append({*again.numbers})
+    counts = [name for name in one.numbers if name in seen[0] & seen[1]]
+    if not counts:
+        return ""
+    more = f" (and {len(counts) - 1} more)" if len(counts) > 1 else ""
+    return (
+        f"each forward pass changes the number {counts[0]}{more}, which no checkpoint has and no "
+        "new worker gets: make it a buffer, self.register_buffer('"
+        f"{counts[0].rpartition('.')[2]}', torch.zeros(())), which is moved and stored"
+    )
 
 
 def _shared_by_blocks(program: Program, profile: ModelProfile) -> str:

@@ -37,7 +37,7 @@ from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.program.calls import ModelCall
 from elastic.worker.program.commit import Commit
 from elastic.worker.program.job_program import with_job
-from elastic.worker.program.loop_program import LoopProgram, rebind
+from elastic.worker.program.loop_program import GROUPS, LoopProgram, Settings, rebind
 from elastic.worker.state.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -330,6 +330,8 @@ class Script:
         program = self.keyed(with_job(run.program, job))
         extra.objects = dict(program.extra_state)
         rebind(run.optimizer, state.optimizers.each)
+        if isinstance(settings := extra.objects.get(GROUPS), Settings):
+            settings.expect(state.profile.optimizers, state.step)
         extra.load(state.tensors)
         run.model.attach(state.model)
         run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, job.steps

@@ -3,13 +3,16 @@ what is computed again.
 
 none: everything stays. full: only the block's inputs stay. selective: outputs of matrix products
 and of attention stay as well, so that only cheap element-wise work is done twice. Random numbers
-(dropout) are the same in both passes. The numbers of a step do not change: it may differ from
+(dropout) are the same in both passes, and so are buffers that a pass writes (counts, running
+means): they are written once. The numbers of a step do not change: it may differ from
 layout to layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +22,10 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
+
+Contexts = Callable[[], tuple[Any, Any]]
 
 # kept by `selective`; names that this torch does not have are left out
 KEPT = (
@@ -39,16 +45,89 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
     """
     if mode == "none":
         return
-    kept = kept_ops()
-    how: dict[str, Any] = {"use_reentrant": False}
+    contexts: Contexts = noop_context_fn
     if mode == "selective":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+        policy = partial(_policy, kept_ops())
+        contexts = partial(create_selective_checkpoint_contexts, policy)
     for block in blocks:
-        block.forward = partial(_recomputed, block.forward, how)
+        written = WrittenBuffers(block)
+        block.forward = partial(_recomputed, block.forward, contexts, written)
 
 
-def _recomputed(forward: Callable[..., Any], how: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, **how, **kwargs)
+def _recomputed(
+    forward: Callable[..., Any],
+    contexts: Contexts,
+    written: WrittenBuffers,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if written.all and not torch.compiler.is_compiling():
+        contexts = partial(written.contexts, contexts)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class BufferPlace:
+    """Where a module has a buffer."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        found = self.module._buffers[self.name]
+        assert found is not None
+        return found
+
+    def put(self, buffer: torch.Tensor) -> None:
+        self.module._buffers[self.name] = buffer
+
+
+Before = dict[BufferPlace, torch.Tensor]
+
+
+class WrittenBuffers:
+    """Buffers of a block that its forward pass writes: the pass that is done again has them as the
+    first one had them, and leaves nothing behind."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.all = [
+            BufferPlace(module, name)
+            for module in block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def contexts(self, inside: Contexts) -> tuple[Any, Any]:
+        """Of one pass, and of the same done again."""
+        before: Before = {}
+        first, again = inside()
+        return self._noted(before, first), self._put(before, again)
+
+    @contextmanager
+    def _noted(self, before: Before, inside: Any) -> Iterator[None]:
+        """Copies all, and keeps of what was written what it was before."""
+        held = {at: at.buffer for at in self.all}
+        versions = {at: buffer._version for at, buffer in held.items()}
+        before.update({at: buffer.detach().clone() for at, buffer in held.items()})
+        with inside:
+            yield
+        for at, buffer in held.items():
+            if at.buffer is buffer and buffer._version == versions[at]:
+                del before[at]
+
+    @contextmanager
+    def _put(self, before: Before, inside: Any) -> Iterator[None]:
+        """Other tensors in their places: what has been written since stays as it is."""
+        now = {at: at.buffer for at in before}
+        for at, value in before.items():
+            at.put(value.clone())
+        try:
+            with inside:
+                yield
+        finally:
+            for at, buffer in now.items():
+                at.put(buffer)
 
 
 def _policy(kept: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

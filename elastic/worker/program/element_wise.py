@@ -15,14 +15,18 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import OptimizerSpec, TensorSpec
+from elastic.user_frames import raised_at
+from elastic.worker.program.calls import tensors_in
 from elastic.worker.program.extra_state import encode
 from elastic.worker.program.optimizers import (
     JobOptimizer,
@@ -47,7 +51,7 @@ ONLY = (
     "an optimizer must step each tensor by itself, without a closure and without communication "
     "(AdamW, Muon, Adafactor ... do)"
 )
-PART, WHOLE = 2, 3  # rows of a tiny replica
+PART, WHOLE = 2, 3  # rows of a tiny replica; a part has one less in every dimension
 LARGE = (64, 128)  # of many optimizers' thresholds the commonest is 4096 elements
 
 
@@ -149,7 +153,10 @@ class _State(defaultdict[Any, Any]):
 @dataclass
 class _Dry:
     """The optimizers of `every` parameter over replicas of some of them, of `rows` rows per
-    dimension 0, with the same gradients whatever the rows and whatever the others are."""
+    dimension 0, with the same gradients whatever the rows and whatever the others are.
+
+    A part lacks the last index of every dimension: shards cut rows, and tp cuts columns as well.
+    """
 
     program: Program
     every: list[TensorSpec]
@@ -172,6 +179,8 @@ class _Dry:
             fqn: nn.Parameter(self._part(value).clone()) for fqn, value in self.values.items()
         }
         self.optimizers = Optimizers(self.program, self.every, self.named, counting=self.counting)
+        for given in self.optimizers.given:
+            given.grad = torch.empty_like(given)  # who looks for gradients there is to find some
         if self.optimizers.begun:
             self._begin()
 
@@ -186,7 +195,7 @@ class _Dry:
                 self.optimizers.owner(fqns[id(parameter)]).state[parameter].update(state)
 
     def _part(self, value: torch.Tensor) -> torch.Tensor:
-        return value[: self.rows] if value.ndim else value
+        return _corner(value) if self.rows == PART else value
 
     def name(self, fqn: str) -> str:
         """Of a parameter's optimizer, as errors have it."""
@@ -203,8 +212,16 @@ class _Dry:
             parameter.grad = self._part(self.gradients[number][fqn]).clone()
         for name, optimizer in self.optimizers.each.items():
             try:
-                with self.optimizers.made_for(name):
+                with self.optimizers.made_for(name), _OwnTensors():
                     step_of(optimizer)
+            except _ForeignTensor as error:
+                raise ProgramError(
+                    f"optimizer {shown(name, optimizer)}: its step uses a tensor that it was made "
+                    f"with{_place(error)} and that is no longer in its param_groups; ranks have "
+                    "parts of the parameters, in the place of these: take them from "
+                    "optimizer.param_groups in each step, and keep what belongs to one (an average "
+                    "of weights, say) in optimizer.state[parameter]"
+                ) from error
             except Exception as error:  # a boundary: any optimizer may raise anything
                 text = f"{type(error).__name__}: {line_of(error)}"
                 why = (
@@ -216,6 +233,29 @@ class _Dry:
 
     def beside(self) -> dict[str, Values]:
         return {name: values_of(optimizer) for name, optimizer in self.optimizers.each.items()}
+
+
+class _ForeignTensor(Exception):
+    """A step uses a tensor without values."""
+
+
+class _OwnTensors(TorchDispatchMode):
+    """What a dry step may use has values. What Program.optimizer is called with has none, and a
+    hook or a list that kept it would train nothing, without a word."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            raise _ForeignTensor
+        return func(*args, **(kwargs or {}))
+
+
+def _place(error: Exception) -> str:
+    place = raised_at(error)
+    return f" ({Path(place.filename).name}:{place.lineno})" if place else ""
+
+
+def _corner(value: torch.Tensor) -> torch.Tensor:
+    return value[tuple(slice(n - 1) for n in value.shape)]
 
 
 def _tiny(spec: TensorSpec) -> list[int]:
@@ -386,7 +426,7 @@ def _same_in_parts(
     def same(fqn: str, wanted: OptimizerSpec) -> bool:
         pairs = [(whole.named[fqn], part.named[fqn])]
         pairs += [(whole.state(fqn)[key], part.state(fqn)[key]) for key in wanted.entries]
-        return all(_close(mine[:PART] if mine.ndim else mine, other) for mine, other in pairs)
+        return all(_close(_corner(mine), other) for mine, other in pairs)
 
     return {
         name: wanted

@@ -21,10 +21,17 @@ from torch.utils.data import (
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
+from elastic.types import OptimizerSpec
 from elastic.worker.process.readback import Number
 from elastic.worker.program.calls import ModelCall
 from elastic.worker.program.optimizers import Optimizer, by_name
-from elastic.worker.program.owned.optimizer_counters import COUNTERS, own_of, set_own, settings_of
+from elastic.worker.program.owned.optimizer_counters import (
+    COUNTERS,
+    GROUP,
+    own_of,
+    set_own,
+    settings_of,
+)
 
 GROUPS = COUNTERS  # the name of the optimizers' settings among the extra state
 EPOCHS = "epochs"  # among the settings: instead of steps
@@ -164,6 +171,7 @@ class Settings:
 
     def __init__(self, optimizer: Own) -> None:
         self.each = by_name(optimizer, WHERE)
+        self.counts: tuple[str, ...] = ()  # that a state must have beside settings
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -173,10 +181,24 @@ class Settings:
         own = [own_of(one) for one in self.each.values()]
         return {"groups": settings_of(self.groups)} | ({"own": own} if any(own) else {})
 
+    def expect(self, specs: Iterable[OptimizerSpec], step: int) -> None:
+        """What is loaded next is the state behind so many steps of these optimizers."""
+        names = [name for spec in specs for name in spec.counters]
+        self.counts = tuple(name for name in names if not name.startswith(f"{GROUP}.") and step)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "own" not in state and self.counts:
+            raise ProgramError(
+                f"the state to continue from has no {self.counts[0]}, which the script's optimizer "
+                "counts: it was stored by a version that did not keep it, and the next step would "
+                "be another one; begin a new run with its weights (elastic checkpoint import)"
+            )
         for group, saved in zip(self.groups, state["groups"], strict=True):
             group.update(saved)
-        for optimizer, own in zip(self.each.values(), state.get("own", ()), strict=False):
+        # a state from before the first step may have none
+        for optimizer, own in zip(
+            self.each.values(), state.get("own") or [{}] * len(self.each), strict=True
+        ):
             set_own(optimizer, own)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from elastic.errors import ElasticError, ProgramError, SpecError, alike
 from elastic.models.experts import COUNTS, expert_modules
@@ -155,6 +156,12 @@ def build_meta(program: Program) -> nn.Module:
         model = program.model()
     if not isinstance(model, nn.Module):
         raise ProgramError(f"Program.model must return an nn.Module, not {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise SpecError(
+                f"the size of {name} is unknown until the model is called (a lazy module), and "
+                "shards are cut before that: say it (nn.Linear(in, out) for nn.LazyLinear(out))"
+            )
     return model
 
 
@@ -173,7 +180,10 @@ def trace(program: Program) -> ModelProfile:
     except Exception as error:  # a boundary: the user's function may raise anything
         place = raised_at(error)
         at = f"{place.filename}:{place.lineno}: " if place else ""
-        raise SpecError(f"{at}Program.model() raised {type(error).__name__}: {error}") from error
+        text = str(error)
+        if "meta tensor" in text:
+            text += "; it is called without values first: what reads some belongs into Program.init"
+        raise SpecError(f"{at}Program.model() raised {type(error).__name__}: {text}") from error
     check_patterns(model, program)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)

@@ -83,6 +83,7 @@ class Optimizers:
             if spec.trainable and not spec.buffer and spec.tied_to is None
         }
         names = {id(whole): fqn for fqn, whole in wholes.items()}
+        self.given = tuple(wholes.values())
         self.each = by_name(_called(program, wholes))
         self.of = _owners(self.each, names)
         self.whole = whole

@@ -106,3 +106,36 @@ def test_each_mode_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     ]
     job = job_of("tiny.py", steps=12)
     check(job, tmp_path, pass_through(pool, job, tmp_path, layouts, every=2), 1e-4)
+
+
+class Counted(nn.Module):
+    """Warms up by the number of its calls, and subtracts a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean = self.mean.lerp(x.detach().mean(0), 0.5)
+        return (self.calls / 4) * (self.linear(x - self.mean).sigmoid() * self.mean).exp()
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_what_a_pass_writes_is_written_once(mode: str) -> None:
+    """Also of two microbatches whose forward passes are both done before the first backward
+    pass."""
+    found = []
+    for one in ("none", mode):
+        torch.manual_seed(1)
+        block = Counted()
+        checkpoint_blocks([block], one)
+        outputs = [block(torch.linspace(-1, i, 16).view(2, 8)) for i in (1, 2)]
+        for output in outputs:
+            output.square().sum().backward()
+        assert block.calls == 2
+        found.append([block.mean.clone(), *(p.grad for p in block.parameters())])
+    for mine, plain in zip(found[1], found[0], strict=True):
+        assert torch.equal(mine, plain)

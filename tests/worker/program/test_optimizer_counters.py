@@ -209,6 +209,37 @@ def test_a_script_s_optimizer_takes_its_counts_along() -> None:
     assert "own" not in Settings(made(own.GroupStep)).state_dict()
 
 
+def test_a_script_that_goes_back_to_its_start_counts_anew() -> None:
+    """Its state before the first step has no counts, and its objects are the same."""
+    for kind in (own.OwnCount, own.StateCount):
+        optimizer = made(kind)
+        first = Settings(optimizer).state_dict()
+        fresh = values_of(optimizer)
+        stepped(optimizer, 2)
+        Settings(optimizer).load_state_dict(first)
+        assert values_of(optimizer) == fresh
+
+
+def test_a_stored_state_without_the_counts_of_a_script_is_refused() -> None:
+    specs = [kept(lambda tensors: own.OwnCount(tensors, lr=0.01))]
+    settings = Settings(made(own.OwnCount))
+    old = settings.state_dict()
+    assert "own" not in old
+    settings.expect(specs, 0)
+    settings.load_state_dict(old)
+    settings.expect(specs, 4)
+    with pytest.raises(
+        ProgramError, match=r"^the state to continue from has no self.n_steps, .*stored"
+    ):
+        settings.load_state_dict(old)
+    counted = Settings(stepped(made(own.OwnCount), 4)).state_dict()
+    settings.load_state_dict(counted)
+    assert settings.each[""].n_steps == 4  # type: ignore[attr-defined]
+    groups = Settings(made(own.GroupStep))  # which stand among the settings anyway
+    groups.expect([kept(lambda tensors: own.GroupStep(tensors, lr=0.01))], 4)
+    groups.load_state_dict(groups.state_dict())
+
+
 def test_counters_are_extra_state_of_a_program_but_not_of_a_script() -> None:
     program = program_of(lambda tensors: own.GroupStep(tensors))
     specs = what_they_keep(program, SPECS).optimizers

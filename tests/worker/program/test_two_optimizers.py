@@ -378,6 +378,16 @@ class OwnList(torch.optim.SGD):
                 parameter.data -= parameter.grad
 
 
+class Idle(torch.optim.SGD):
+    """Steps nothing."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -385,7 +395,8 @@ class OwnList(torch.optim.SGD):
             lambda p: Together(p, lr=0.1),
             r"optimizer 'other' \(Together\): the step of \S+ depends on other parameters",
         ),
-        (OwnList, r"optimizer 'other' \(OwnList\): 3 steps leave its parameters as they are"),
+        (OwnList, r"optimizer 'other' \(OwnList\): its step uses a tensor that it was made with"),
+        (Idle, r"optimizer 'other' \(Idle\): 3 steps leave its parameters as they are"),
     ],
 )
 def test_each_must_step_each_tensor_by_itself_and_the_bad_one_is_named(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.places import PROGRAMS
 from support.reference import train_alone
 from support.worker.chain import job_of, pass_through
 from support.worker.plans import live, plan
@@ -13,7 +14,9 @@ from support.worker.recovery import loss_curve_agrees, recover, start
 from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
-from elastic.types import Layout, StepDone
+from elastic.storage import open_storage
+from elastic.types import Layout, Resume, ShardStored, StepDone
+from elastic.worker.checkpoint import checkpoint_writer
 
 pytestmark = pytest.mark.slow
 CHAIN = [Layout(dp_shard=3), Layout(pp=4), Layout(pp=2, tp=2), Layout(dp_replicate=2, dp_shard=2)]
@@ -41,3 +44,28 @@ def test_a_loss_takes_the_counts_back(pool: Pool, tmp_path: Path) -> None:
     finally:
         pool.revive()
     loss_curve_agrees(pool, job, resumed=second.resume.step)
+
+
+@pytest.mark.e2e
+def test_a_script_s_counts_go_through_a_loss_and_a_resume(pool: Pool, tmp_path: Path) -> None:
+    """By peer replicas into the scripts that are left, and from storage into new ones."""
+    job = job_of("tiny_counting_steps.py", 14) | {
+        "script": str(PROGRAMS / "loop_counting_steps.py"), "args": [], "clip_grad_norm": None,
+    }  # fmt: skip
+    workers, first = start(pool, job, tmp_path, Layout(dp_shard=3))
+    try:
+        pool.kill(workers[2])
+        second = recover(pool, first, Layout(dp_shard=2), workers[:2], workers[:2], durable_every=4)
+        pool.wait(lambda: sum(e.step == 8 for e in pool.events(ShardStored, 2)) == 2, "step 8")
+    finally:
+        pool.revive()
+    losses = {e.step: e.train_loss for e in pool.events(StepDone)}
+    storage = open_storage(str(tmp_path))
+    uri = checkpoint_writer.commit(storage, 8, 2, world_size=2, epoch=1, meta={})
+    workers = pool.open(job, tmp_path)  # forgets all that was held
+    pool.enter(plan(3, Layout(dp_shard=3), workers, 12, resume=Resume("durable", 8, uri=uri)))
+    pool.quiesced(3, 3)
+    losses |= {e.step: e.train_loss for e in pool.events(StepDone, 3)}
+    alone = train_alone(load_program(job["program"]), job, job["steps"])
+    assert set(range(1, 15)) - losses.keys() <= {second.resume.step}
+    assert max(abs(loss - alone[step - 1]) for step, loss in losses.items()) < 1e-4
