@@ -212,7 +212,7 @@ class _Dry:
             parameter.grad = self._part(self.gradients[number][fqn]).clone()
         for name, optimizer in self.optimizers.each.items():
             try:
-                with self.optimizers.made_for(name), _OwnTensors():
+                with self.optimizers.made_for(name), _OwnTensors():  # type: ignore[no-untyped-call]
                     step_of(optimizer)
             except _ForeignTensor as error:
                 raise ProgramError(
