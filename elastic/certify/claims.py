@@ -129,7 +129,7 @@ CLAIMS = (
     Claim(
         "move-speed",
         ("reshard",),
-        ("tests/bench/reshard.py", "tests/worker/state/test_transfer.py"),
+        ("tests/bench/reshard.py", "tests/worker/state/test_state_transfer.py"),
         ("rate_vs_bare",),
     ),
     Claim(

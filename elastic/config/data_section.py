@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from elastic.config.strict import GB_MOST, NODES_MOST, SAMPLES_MOST, STEPS_MOST, Strict
+from elastic.config.strict_model import GB_MOST, NODES_MOST, SAMPLES_MOST, STEPS_MOST, Strict
 from elastic.types.typed_job import SOURCE_KINDS as KINDS
 from elastic.types.typed_job import DataKeys
 

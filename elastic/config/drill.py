@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from elastic.catalog.bounded_yaml import yaml_of
-from elastic.config.strict import NODES_MOST, SECONDS_MOST, STEPS_MOST, Strict
+from elastic.config.strict_model import NODES_MOST, SECONDS_MOST, STEPS_MOST, Strict
 from elastic.errors import SpecError
 from elastic.text import n_of
 from elastic.types import MarketType, Plan

@@ -36,7 +36,7 @@ from elastic.config.optimization import (
     problem,
 )
 from elastic.config.phase_section import PhaseSpec, check_phases, in_phase
-from elastic.config.strict import (
+from elastic.config.strict_model import (
     BYTES_MOST,
     GB_MOST,
     HOURS_MOST,

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from elastic.catalog.validation import shown_of
-from elastic.config.strict import NODES_MOST, NORM_MOST, SAMPLES_MOST, STEPS_MOST, Strict
+from elastic.config.strict_model import NODES_MOST, NORM_MOST, SAMPLES_MOST, STEPS_MOST, Strict
 from elastic.types.typed_job import (
     STEP,
     BlockNormRule,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from elastic.config.optimization import LrSchedule
-from elastic.config.strict import NODES_MOST, NORM_MOST, SAMPLES_MOST, STEPS_MOST, Strict
+from elastic.config.strict_model import NODES_MOST, NORM_MOST, SAMPLES_MOST, STEPS_MOST, Strict
 from elastic.errors import SpecError
 from elastic.types import Job
 from elastic.types.typed_job import OF_PHASE, Recompute, Schedule

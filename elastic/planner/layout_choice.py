@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero import unequal_shares
 from elastic.planner.hetero.hetero_assign import HeteroAssignment
 from elastic.planner.layout_search import (
     PER_GUESSED_OPTION,
@@ -190,7 +190,7 @@ def _choice(found: Candidate, ranked: Ranked) -> Choice:
     most = replace(step, largest_share=max(assigned.samples)) if there.uneven else step
     state = memory.memory_bytes(work, layout, step.dtype)
     active = memory.activation_bytes(work, layout, most)
-    deepest = max(hetero_shares.blocks_at(layout, assigned.layers))
+    deepest = max(unequal_shares.blocks_at(layout, assigned.layers))
     if work.sample is not None and work.sample.block_flop:  # its blocks are the smaller ones
         deepest = -(-work.n_blocks // layout.pp)
     if deepest > -(-work.n_blocks // layout.pp):
@@ -220,11 +220,11 @@ def _alike(found: Candidate) -> HeteroAssignment:
     else:
         speeds = [min(rates[d :: layout.dp]) for d in range(layout.dp)]
     unit = m * max(1, work.model.together)
-    samples = hetero_shares.shares(step.global_batch // unit, speeds, unit)
+    samples = unequal_shares.shares(step.global_batch // unit, speeds, unit)
     loads, ends, cache = tuple[float, ...](), 0.0, there.every.cache
     if layout.pp > 1 and (loads := cache.loads(there.site(layout.world_size), layout, step.n_rows)):
         ends = cache.ends(there.site(layout.world_size), layout, step.n_rows)
-    layers = hetero_shares.stage_layers(work.model.n_blocks, layout.n_stages, loads, ends=ends)
+    layers = unequal_shares.stage_layers(work.model.n_blocks, layout.n_stages, loads, ends=ends)
     return HeteroAssignment(ranks, samples, layers, found.cost)
 
 

@@ -28,7 +28,7 @@ from elastic.planner import dollars, explain
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.step_cost import Cost, Site, bubble
-from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero import unequal_shares
 from elastic.planner.hetero.hetero_assign import COMPUTED, HeteroAssignment, guessed_cost
 from elastic.planner.layout_space import Space, cut, n_options
 from elastic.planner.node_sets import NodeSet, SearchedNodes
@@ -211,7 +211,7 @@ class LayoutSearch:
         wanted = int(space.pins.get("dp_replicate", 0))
         fitting = (
             n
-            for n in hetero_shares.divisors(world)
+            for n in unequal_shares.divisors(world)
             if sum(gpus // (world // n) for gpus in in_zones.values()) >= n and wanted in (0, n)
         )
         for n in islice(fitting, MOST_REPLICAS):
@@ -247,7 +247,7 @@ class LayoutSearch:
         wanted, ranks = int(space.pins.get("ep", 0)), shape.dp_shard * shape.cp
         if not self.model.n_experts or self.model.no_ep or wanted or shape.dp_replicate > 1:
             return (wanted or 1,)
-        return tuple(n for n in hetero_shares.divisors(ranks) if self.model.n_experts % n == 0)
+        return tuple(n for n in unequal_shares.divisors(ranks) if self.model.n_experts % n == 0)
 
     def _bound_s(self, there: NodeSet, shape: Layout) -> float:
         """Of a step the computation at best, without recomputation and waiting."""

@@ -9,7 +9,7 @@ from operator import attrgetter, ne
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero import unequal_shares
 from elastic.types import Job, Layout, ModelProfile
 from elastic.types.replacing import replace
 
@@ -127,7 +127,7 @@ class Space:
 
     def _halved(self, layout: Layout) -> tuple[int, ...]:
         try:
-            n = hetero_shares.microbatches(self.global_batch, layout, self.model.together)
+            n = unequal_shares.microbatches(self.global_batch, layout, self.model.together)
         except InfeasiblePlan:
             return (0,)
         units, found = -(-(self.n_units // n) // layout.dp), [0]
@@ -142,7 +142,7 @@ class Space:
 
     def _divides(self, layout: Layout) -> bool:
         try:
-            n = hetero_shares.microbatches(self.global_batch, layout, self.model.together)
+            n = unequal_shares.microbatches(self.global_batch, layout, self.model.together)
             return n >= layout.pp
         except InfeasiblePlan:
             return False

@@ -12,7 +12,7 @@ from elastic.planner import dollars, explain
 from elastic.planner.cost import default_hardware, memory
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero import unequal_shares
 from elastic.planner.hetero.hetero_assign import HeteroAssignment
 from elastic.planner.layout_choice import Ranked, ranked_layouts
 from elastic.planner.layout_search import PER_OPTION, Candidate, Ranking
@@ -243,7 +243,7 @@ def _assigned_parts(
     ranks: dict[int, list[int]] = {}
     busy: list[float] = []
     blocks, places = (
-        hetero_shares.blocks_at(layout, assigned.layers),
+        unequal_shares.blocks_at(layout, assigned.layers),
         grid.stages_and_shares(layout),
     )
     for rank, (worker, (pp, dp)) in enumerate(zip(assigned.ranks, places, strict=True)):
@@ -279,7 +279,7 @@ def _fullest(found: Candidate) -> tuple[Mapping[str, float], int]:
     if assigned is None:
         return memory.parts(work, layout, step), found.there.memory_bytes
     asked = set()
-    blocks_at = hetero_shares.blocks_at(layout, assigned.layers)
+    blocks_at = unequal_shares.blocks_at(layout, assigned.layers)
     for worker, (pp, dp) in zip(assigned.ranks, grid.stages_and_shares(layout), strict=True):
         room = found.there.memory.get(worker.node_id, 0)
         asked.add((room, assigned.samples[dp], blocks_at[pp]))

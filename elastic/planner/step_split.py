@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost.memory import Step
-from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero import unequal_shares
 from elastic.types import Job, Layout, ModelProfile
 
 
@@ -18,7 +18,7 @@ def step_of(model: ModelProfile, job: Job, layout: Layout, *, per_node: int) -> 
 def share_out(job: Job, layout: Layout, *, per_node: int, together: int) -> Step:
     """Of a layout whose axes model and job can have. Raises InfeasiblePlan."""
     global_batch = job.global_batch
-    m = hetero_shares.microbatches(global_batch, layout, together)
+    m = unequal_shares.microbatches(global_batch, layout, together)
     unit = m * max(1, together)
     share = -(-(global_batch // unit) // layout.dp) * unit
     return Step(m, share, global_batch, per_node, job.precision)
@@ -53,7 +53,7 @@ def check_axes(model: ModelProfile, job: Job, layout: Layout) -> None:
         raise InfeasiblePlan(
             f"pp={layout.pp}, but this program cannot be spread over pipeline stages"
         )
-    hetero_shares.check_stages(model.n_blocks, layout.n_stages)
+    unequal_shares.check_stages(model.n_blocks, layout.n_stages)
     unit = max(1, model.together)
     if layout.dp > job.global_batch // unit:
         of = f"groups of {unit} samples (batch_norm)" if unit > 1 else "samples"

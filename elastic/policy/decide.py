@@ -20,7 +20,7 @@ from elastic.policy.copies.retention import retention
 from elastic.policy.faults import corruption, retries, unreached
 from elastic.policy.faults.left_out import left_out, newcomer
 from elastic.policy.plans import choice_of, enter, from_where, never, with_rehearsals
-from elastic.policy.pools import drain, hazard, limits
+from elastic.policy.pools import drain, hard_limits, hazard
 from elastic.policy.pools.node_orders import capacity, missing_capacity, potential, together
 from elastic.policy.pools.release import back_to_spot
 from elastic.policy.speed import relayout, share_rebalance
@@ -98,7 +98,7 @@ def decide(state: State, now_s: float) -> Decision:
     if state.phase == "running" and state.rest_steps <= 0:
         return found
     found = found if state.away else together(found, retention(state))
-    look = Decision(wake_at_s=min(limits.wakes(state, now_s), default=None))
+    look = Decision(wake_at_s=min(hard_limits.wakes(state, now_s), default=None))
     plans = [action.plan for action in found.actions if isinstance(action, EnterPlan)]
     taken = {name for plan in plans for name in plan.nodes} if state.keeps_left else ()
     return together(found, with_rehearsals(state, capacity(state, now_s, taken)), look)
@@ -320,7 +320,7 @@ def _not_yet(state: State, error: InfeasiblePlan, now_s: float) -> Decision:
             "failed",
             f"{why}; step {state.step} reached, last checkpoint at step {state.saved_step}",
         )
-    why = "" if _others_coming(state) else limits.nothing_to_buy(state, now_s)
+    why = "" if _others_coming(state) else hard_limits.nothing_to_buy(state, now_s)
     if why:
         return stopping.stop(
             "stopped",
@@ -459,7 +459,7 @@ def _save_before(state: State, now_s: float, deadline_s: float, *, why: str) -> 
     """The nodes that stay are too few: store a copy now, and stop with another one just before the
     deadline."""
     assert state.plan is not None
-    generation, margin_s = state.plan.generation, max(DEADLINE_MARGIN_S, limits.save_s(state))
+    generation, margin_s = state.plan.generation, max(DEADLINE_MARGIN_S, hard_limits.save_s(state))
     last_s = deadline_s - margin_s
     if now_s >= last_s:
         return Decision((Quiesce(generation, save=True),), f"{why}; saved at the next step")

@@ -14,7 +14,7 @@ from elastic.policy.copies.retention import (
     tried_until_s,
 )
 from elastic.policy.faults import recurring_breaks, retries
-from elastic.policy.pools import limits
+from elastic.policy.pools import hard_limits
 from elastic.policy.state.state import State, StopWish
 from elastic.types import AUTO, Abort, Decision, Quiesce, Stop
 from elastic.types.replacing import replace
@@ -42,17 +42,17 @@ def stop_wish(state: State, now_s: float) -> StopWish | None:
     person's waits for storage: it would end what nobody can save."""
     wish = state.stop
     if wish is None or (state.away and not wish.limit and not state.quiescing):
-        return limits.wish(state, now_s)
-    return (limits.wish(state, now_s) if stop_refused(state) else None) or wish
+        return hard_limits.wish(state, now_s)
+    return (hard_limits.wish(state, now_s) if stop_refused(state) else None) or wish
 
 
 def bound_s(state: State, wish: StopWish, now_s: float) -> float:
     """Until when a wish to stop waits for its checkpoint: a person's for `orphan_lease_s` where
     storage refuses it, and no longer than the budget lasts."""
-    most_s = limits.stop_most_s(state)
+    most_s = hard_limits.stop_most_s(state)
     if stop_refused(state) and not wish.limit:
         most_s = max(most_s, state.job.orphan_lease_s)
-    spent_s = limits.spent_at_s(state, now_s) if _refuses(state) else math.inf
+    spent_s = hard_limits.spent_at_s(state, now_s) if _refuses(state) else math.inf
     return min(wish.at_s + most_s, max(wish.at_s, spent_s))
 
 
@@ -67,7 +67,7 @@ def look_again_s(state: State, wish: StopWish, now_s: float) -> float | None:
     until_s = bound_s(state, wish, now_s)
     if not _refuses(state):
         return until_s
-    times = [until_s, *([] if wish.limit else limits.wakes(state, now_s))]
+    times = [until_s, *([] if wish.limit else hard_limits.wakes(state, now_s))]
     return min((at_s for at_s in times if at_s > now_s), default=None)
 
 
@@ -105,7 +105,7 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
     if state.job.restarted:
         return _end_script(state, wish, now_s, bound_s=until_s)
     if state.durable_s:  # how long saving takes is known, and that much was kept for it
-        until_s = min(until_s, max(wish.at_s, limits.spent_at_s(state, now_s)))
+        until_s = min(until_s, max(wish.at_s, hard_limits.spent_at_s(state, now_s)))
     saved = f"step {state.step} reached, last checkpoint at step {state.saved_step}"
     if state.away and not wish.limit:
         return Decision((), f"{wish.reason}; {saved}: {away(state)}")

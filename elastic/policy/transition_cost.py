@@ -13,7 +13,7 @@ from elastic.policy.speed import speeds
 from elastic.policy.state.state import State
 from elastic.reshard.rank_reuse import MOST_WORKERS, place
 from elastic.reshard.transfer_forecast import LEAST_S, MoveForecast, Room, TransferRates, forecast
-from elastic.reshard.transfers import holders_of, participants
+from elastic.reshard.transfer_plan import holders_of, participants
 from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
 from elastic.types.replacing import replace
 

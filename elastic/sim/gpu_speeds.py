@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import pi, sin
 
-from elastic.planner.hetero.hetero_shares import busy_s
+from elastic.planner.hetero.unequal_shares import busy_s
 from elastic.sim.scripted_faults import Fault
 from elastic.types import Plan, WorkerId
 

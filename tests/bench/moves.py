@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from elastic.reshard.chunks import CHUNK_BYTES
 from elastic.reshard.pieces import Side, bytes_of
 from elastic.reshard.rank_boxes import boxes, placements, stages_of
-from elastic.reshard.transfers import check_cover
+from elastic.reshard.transfer_plan import check_cover
 from elastic.types import Transfer
 from elastic.types.grid import coordinates
 from elastic.worker.state.host_copy import Tensors
+from elastic.worker.state.state_transfer import carry_out
 from elastic.worker.state.train_state import region
-from elastic.worker.state.transfer import carry_out
 
 PAGE_BYTES = 4096
 

@@ -44,7 +44,7 @@ from elastic.policy.decide import decide
 from elastic.policy.pools.drain import NEAR, lead_of
 from elastic.policy.state.fold import Aborting, Failure, State, fold
 from elastic.reshard.transfer_forecast import Room, TransferRates, forecast
-from elastic.reshard.transfers import plan_transfers
+from elastic.reshard.transfer_plan import plan_transfers
 from elastic.sim.scripted_faults import Delays, Fault
 from elastic.sim.sim_backend import SimBackend
 from elastic.types import (

@@ -9,7 +9,7 @@ from pydantic import Field
 from support.docs import job_reference
 from support.docs.job_reference import PAGE, Section, Words, missing, page, rows
 
-from elastic.config.strict import Strict
+from elastic.config.strict_model import Strict
 
 
 def test_the_page_is_that_of_the_model() -> None:

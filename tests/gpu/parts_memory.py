@@ -253,7 +253,7 @@ def _beside_matmuls(tell: Tell, cpu: bool, work: Callable[[], Any]) -> None:
 def _sums(tell: Tell, cpu: bool) -> None:
     import torch
 
-    from elastic.worker.state.transfer import sum_into
+    from elastic.worker.state.state_transfer import sum_into
 
     device = device_of(cpu)
     for name, n_bytes in (("256k", 1 << 18), ("2m", 1 << 21), ("64m", 1 << 26)):
@@ -273,7 +273,7 @@ def _packs(tell: Tell, cpu: bool) -> None:
 
     from elastic.reshard.chunks import padded
     from elastic.types import Transfer
-    from elastic.worker.state.transfer import pack
+    from elastic.worker.state.state_transfer import pack
 
     device, n = device_of(cpu), 20 if cpu else 2000
     held = {f"piece{i}": torch.randn(4096, device=device) for i in range(n)}

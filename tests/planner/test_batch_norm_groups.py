@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.hetero.hetero_shares import microbatches
+from elastic.planner.hetero.unequal_shares import microbatches
 from elastic.planner.layout_choice import Choice, plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, SampleProfile, WorkerId

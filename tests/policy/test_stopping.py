@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.policy.story import Story, durable, orders, plan_of, stopped
 
-from elastic.policy.pools.limits import wish
+from elastic.policy.pools.hard_limits import wish
 from elastic.types import (
     Abort,
     Copy,

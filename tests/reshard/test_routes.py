@@ -21,7 +21,7 @@ from elastic.reshard import routes
 from elastic.reshard.pieces import Side, bytes_of
 from elastic.reshard.rank_boxes import Region, boxes, meet, state_specs
 from elastic.reshard.routes import alike, choices, least_loaded, one_by_one
-from elastic.reshard.transfers import check_cover, plan_transfers
+from elastic.reshard.transfer_plan import check_cover, plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 
 State = dict[str, np.ndarray]

@@ -21,7 +21,7 @@ from elastic.reshard.communicators import (
 from elastic.reshard.pieces import Cut, Side, bytes_of
 from elastic.reshard.rank_boxes import placements
 from elastic.reshard.transfer_forecast import LEAST_S, Room, TransferRates
-from elastic.reshard.transfers import plan_transfers
+from elastic.reshard.transfer_plan import plan_transfers
 from elastic.types import Layout, ModelProfile, Move, OptimizerSpec, TensorSpec
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ import pytest
 from support.docs.pages import text_of
 from support.sim.market import FIXED, SLOW, SPOT, Run, play, weather
 
-from elastic.policy.pools import limits
+from elastic.policy.pools import hard_limits
 from elastic.sim.replay import replay
 from elastic.sim.scripted_faults import Fault
 from elastic.types import RequestNodes, Stop
@@ -81,7 +81,7 @@ def check(seed: int) -> Run:
     budget = job.budget_usd
     if budget is not None:
         step_s = backend.delays.work_s / job.min_workers
-        grace_s = 0.0 if state.durable_s else limits.STOP_MOST_S
+        grace_s = 0.0 if state.durable_s else hard_limits.STOP_MOST_S
         one_step_usd = (
             (grace_s + step_s)
             / 3600

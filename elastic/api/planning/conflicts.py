@@ -8,7 +8,7 @@ from dataclasses import replace
 from elastic.api.planning.model_source import Subject
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.errors import InfeasiblePlan, SpecError
-from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero import unequal_shares
 from elastic.planner.layout_choice import named_for, pinned
 from elastic.text import n_of
 from elastic.types import Job, Layout, is_auto
@@ -100,7 +100,7 @@ def _problems(subject: Subject, machines: Sequence[MachineGroup], layout: Layout
             "fewer ranks, or more samples"
         )
     try:
-        hetero_shares.microbatches(batch, layout, model.together)
+        unequal_shares.microbatches(batch, layout, model.together)
     except InfeasiblePlan as error:
         yield str(error)
 

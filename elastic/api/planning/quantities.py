@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import get_args
 
-from elastic.config.strict import HOURS_MOST, USD_MOST
+from elastic.config.strict_model import HOURS_MOST, USD_MOST
 from elastic.errors import SpecError
 from elastic.text import n_of
 from elastic.types import MarketType

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from elastic.planner.hetero.hetero_shares import microbatches, shares, stage_layers
+from elastic.planner.hetero.unequal_shares import microbatches, shares, stage_layers
 from elastic.policy.copies.replica_placement import replica_holders
 from elastic.types import Holding, Layout, Plan, Resume, WorkerId
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from elastic import catalog
 from elastic.config.clusters.cluster_file import ClusterNodeType, ClusterSpec, Problem
-from elastic.config.strict import listed, mapping
+from elastic.config.strict_model import listed, mapping
 
 EFA_KINDS = ("efa", "efa-only")
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from elastic.config.clusters.cluster_file import Place, Problem
-from elastic.config.strict import NODES_MOST, SECONDS_MOST, USD_MOST, Strict, mapping
+from elastic.config.strict_model import NODES_MOST, SECONDS_MOST, USD_MOST, Strict, mapping
 from elastic.types import MarketType
 
 PLACE: Place = ("metadata", "elastic")

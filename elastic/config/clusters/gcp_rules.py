@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic.config.clusters.cluster_file import ClusterSpec, Problem
-from elastic.config.strict import mapping
+from elastic.config.strict_model import mapping
 
 
 def project(spec: ClusterSpec) -> Iterator[Problem]:

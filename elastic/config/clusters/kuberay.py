@@ -16,7 +16,7 @@ from elastic.config.clusters.cluster_file import (
 from elastic.config.clusters.elastic_section import Own, OwnPool
 from elastic.config.clusters.kuberay_schema import problems_of_schema
 from elastic.config.clusters.pools import pools_of
-from elastic.config.strict import USD_MOST, finite, listed, mapping, whole
+from elastic.config.strict_model import USD_MOST, finite, listed, mapping, whole
 from elastic.types import MarketType
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.config.clusters.cluster_file import ClusterNodeType, ClusterSpec, Problem
 from elastic.config.clusters.kuberay_schema import problems_of_schema
-from elastic.config.strict import listed, mapping
+from elastic.config.strict_model import listed, mapping
 
 NOTICE_S = 30  # that a pod has to leave; the shortest of the clouds' notices
 GRACE_S = 30  # Kubernetes' default

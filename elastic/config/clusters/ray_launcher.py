@@ -14,7 +14,7 @@ from elastic.config.clusters.cluster_file import (
 )
 from elastic.config.clusters.elastic_section import Own, own_section
 from elastic.config.clusters.pools import head_usd_per_h, pools_of
-from elastic.config.strict import finite, listed, mapping, whole
+from elastic.config.strict_model import finite, listed, mapping, whole
 from elastic.types import MarketType
 from elastic.types.node_labels import MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 

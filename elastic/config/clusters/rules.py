@@ -22,7 +22,7 @@ from elastic.config.clusters.cluster_file import (
     Problem,
 )
 from elastic.config.clusters.elastic_section import PLACE
-from elastic.config.strict import listed, mapping
+from elastic.config.strict_model import listed, mapping
 from elastic.errors import alike, meant
 from elastic.text import n_of
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from elastic.config.numbers.metrics_port import MetricsPort
-from elastic.config.strict import Strict
+from elastic.config.strict_model import Strict
 from elastic.errors import SpecError
 
 TEXT_MOST = 500

@@ -22,9 +22,9 @@ from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost, Site
 from elastic.planner.hetero import rank_placement
-from elastic.planner.hetero.hetero_shares import most_that
 from elastic.planner.hetero.hetero_split import Split, SplitTask, split
 from elastic.planner.hetero.rank_placement import Slot
+from elastic.planner.hetero.unequal_shares import most_that
 from elastic.types import Layout, WorkerId
 from elastic.types.replacing import replace
 

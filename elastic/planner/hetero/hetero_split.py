@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.cost.stage_balance import loads_at
-from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero import unequal_shares
 from elastic.types import Layout
 
 WORTH = 0.01  # of a step, that other than even stages must gain
@@ -68,7 +68,7 @@ class SplitTask:
 
     def sample_s(self, speeds: Sequence[float], blocks: Sequence[int]) -> tuple[float, float]:
         """Of a sample of a step on one data-parallel rank: its share of the pipeline's whole time,
-        and of the busiest stage alone. As hetero_shares.busy_s; an interleaved pipeline waits less
+        and of the busiest stage alone. As unequal_shares.busy_s; an interleaved pipeline waits less
         (Narayanan et al. 2021, section 2.2)."""
         at: Sequence[float] = blocks
         if self.loads:
@@ -83,7 +83,7 @@ class SplitTask:
         """Per stage, from the blocks at each place."""
         found = [0] * self.layout.n_stages
         for p, n in enumerate(blocks):
-            for k, part in enumerate(hetero_shares.stage_layers(n, self.per_rank)):
+            for k, part in enumerate(unequal_shares.stage_layers(n, self.per_rank)):
                 found[p + k * self.layout.pp] = part
         return tuple(found)
 
@@ -91,7 +91,7 @@ class SplitTask:
 def split(task: SplitTask, speeds: Speeds) -> Split:
     """The best that is found; even stages where other ones gain less than WORTH. Raises
     InfeasiblePlan."""
-    even = hetero_shares.stage_layers(
+    even = unequal_shares.stage_layers(
         task.n_blocks, task.layout.n_stages, task.loads, ends=task.ends
     )
     pp = task.layout.pp
@@ -125,7 +125,7 @@ def _assigned(
     m, unit = task.n_microbatches, task.unit
     each = {row: task.sample_s(row, blocks) for row in set(speeds)}
     most = [n // unit for n in task.most_rows(blocks)] if task.most_rows else ()
-    samples = hetero_shares.shares(
+    samples = unequal_shares.shares(
         task.global_batch // (m * unit), [1 / each[row][0] for row in speeds], m * unit, most=most
     )
     worst = max(range(len(samples)), key=lambda d: samples[d] * each[speeds[d]][0])
@@ -170,7 +170,7 @@ def _starts(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> list[tupl
     room = [n - v + 1 for n in caps] if caps is not None else []
     for of in (lambda column: len(column) / sum(1 / speed for speed in column), min):
         try:
-            made = hetero_shares.shares(
+            made = unequal_shares.shares(
                 task.n_blocks - (v - 1) * pp, [of(column) for column in columns], 1, most=room
             )
         except InfeasiblePlan:

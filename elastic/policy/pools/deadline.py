@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from elastic.policy.pools import drain, hazard, limits
+from elastic.policy.pools import drain, hard_limits, hazard
 from elastic.policy.state.state import State
 from elastic.types import Pool
 
@@ -101,7 +101,7 @@ def needed(
     takes on the steady nodes alone + 2 d, spot does not count any more (safety net). Workers that
     are needed: rest of the work in worker-seconds / time left, and reclaims on top.
     """
-    end_s, steps = limits.deadline_s(state), state.steps
+    end_s, steps = hard_limits.deadline_s(state), state.steps
     if end_s is None or state.first_started_at_s is None or not steps:
         return None
     change_s = hazard.start_s(state, fixed.name) + drain.lead_of(state).pause_s

@@ -10,7 +10,7 @@ from math import ceil, inf
 from elastic.planner.layout_choice import most_workers
 from elastic.policy.faults import faulty_devices
 from elastic.policy.faults.retries import worn_out
-from elastic.policy.pools import drain, limits, pool_allocation
+from elastic.policy.pools import drain, hard_limits, pool_allocation
 from elastic.policy.pools.release import leaving
 from elastic.policy.speed.relayout import left_for
 from elastic.policy.state.state import Backoff, Request, State
@@ -209,10 +209,10 @@ class _Book:
             n = min(n, 1 - self._starting(pool.name))
             if n <= 0:
                 return
-        most = limits.affordable(state, pool, self.usd_per_h, now_s=self.now_s)
+        most = hard_limits.affordable(state, pool, self.usd_per_h, now_s=self.now_s)
         if most is not None and most < n:
             if not most:
-                self.reasons.append(limits.too_dear(pool))
+                self.reasons.append(hard_limits.too_dear(pool))
                 return
             n = most
         self._order(want, n, have)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from elastic.policy.pools import drain, hazard, limits
+from elastic.policy.pools import drain, hard_limits, hazard
 from elastic.policy.state.state import State
 from elastic.types import Node, Pool
 
@@ -90,7 +90,7 @@ def step_at(state: State, step: int, now_s: float) -> float:
 def of(state: State, fixed: Pool, workers: int, *, step: float, now_s: float) -> Slack | None:
     """With so many workers on demand; None = no deadline, or no step has told yet how long the rest
     takes."""
-    end_s = limits.deadline_s(state)
+    end_s = hard_limits.deadline_s(state)
     if end_s is None or not state.steps or not state.worker_step_s or workers <= 0:
         return None
     left_s = end_s - now_s

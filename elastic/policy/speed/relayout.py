@@ -23,12 +23,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero import unequal_shares
 from elastic.planner.layout_choice import Choice
 from elastic.policy import transition_cost
 from elastic.policy.copies import recovery
 from elastic.policy.plans import choice_of, enter
-from elastic.policy.pools import drain, hazard, limits
+from elastic.policy.pools import drain, hard_limits, hazard
 from elastic.policy.speed import share_rebalance, speeds
 from elastic.policy.speed.share_rebalance import compute_s, load_of, slow_ones, stay_s
 from elastic.policy.speed.speeds import BAND, Estimate
@@ -104,7 +104,7 @@ def _price_s(state: State) -> float:
 
 def _share(state: State, busy_s: float) -> float:
     """Of a step, that is computation."""
-    step_s = limits.step_s(state)
+    step_s = hard_limits.step_s(state)
     return max(0.1, compute_s(state, busy_s) / step_s) if step_s else 1.0
 
 
@@ -141,7 +141,7 @@ def _busy_s(state: State, plan: Plan, choice: Choice) -> float:
         1 / known[worker].unit_s if worker in known else rest[worker] for worker in choice.ranks
     ]
     busy = partial(
-        hetero_shares.busy_s,
+        unequal_shares.busy_s,
         choice.layout,
         choice.samples,
         choice.layers,
@@ -151,7 +151,7 @@ def _busy_s(state: State, plan: Plan, choice: Choice) -> float:
     if choice.layout == plan.layout or not (choice.model_step_s and plan.model_step_s):
         return busy_s
     ones = busy(rates=[1.0] * len(rates))
-    before = hetero_shares.busy_s(
+    before = unequal_shares.busy_s(
         plan.layout,
         plan.samples,
         plan.layers,
@@ -288,7 +288,7 @@ def _weighed(state: State, node: Node, parts: tuple[float, float]) -> tuple[floa
     pool do, or to the end of the job."""
     gives, could = parts
     start_s, per_h = hazard.start_s(state, node.pool), hazard.reclaims_per_node_h(state, node.pool)
-    rest_s = state.rest_work * limits.step_s(state)
+    rest_s = state.rest_work * hard_limits.step_s(state)
     stays_s = min(rest_s, 3600 / per_h) - start_s
     pauses_s = 2 * drain.WORTH * drain.lead_of(state).pause_s
     return max(0.0, stays_s) * (could - gives), start_s * gives + pauses_s
@@ -305,7 +305,7 @@ def _can_be_had(state: State, node: Node, now_s: float) -> bool:
     bad = state.backoff.get(pool.name)
     return (
         not (bad and now_s < bad.until_s)
-        and limits.affordable(state, pool, -pool.usd_per_node_h, now_s=now_s) != 0
+        and hard_limits.affordable(state, pool, -pool.usd_per_node_h, now_s=now_s) != 0
     )
 
 

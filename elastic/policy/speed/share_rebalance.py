@@ -27,10 +27,10 @@ from math import inf
 
 from elastic.planner.cost import memory
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.hetero import hetero_shares
-from elastic.planner.hetero.hetero_shares import most_that
+from elastic.planner.hetero import unequal_shares
+from elastic.planner.hetero.unequal_shares import most_that
 from elastic.policy.plans import gpu_bytes, on_gpus
-from elastic.policy.pools import hazard, limits
+from elastic.policy.pools import hard_limits, hazard
 from elastic.policy.speed import speeds
 from elastic.policy.speed.speeds import BAND, REMEMBERED_S, Estimate
 from elastic.policy.state.state import State, Window
@@ -71,7 +71,7 @@ def load_of(plan: Plan, units: Mapping[WorkerId, Estimate]) -> Load:
         group = _members(plan, d)
         rates = [1 / units[worker].unit_s for worker in group]
         sample_s.append(
-            hetero_shares.busy_s(
+            unequal_shares.busy_s(
                 alone, (1,), plan.layers, n_microbatches=plan.n_microbatches, rates=rates
             )
         )
@@ -136,7 +136,7 @@ def ordered(state: State, now_s: float) -> bool:
     if state.shares_ordered is None:
         return False
     _, at_s = state.shares_ordered
-    return now_s < at_s + max(GIVEN_UP_S, GIVEN_UP_STEPS * limits.step_s(state))
+    return now_s < at_s + max(GIVEN_UP_S, GIVEN_UP_STEPS * hard_limits.step_s(state))
 
 
 def stay_s(state: State) -> float:
@@ -146,19 +146,20 @@ def stay_s(state: State) -> float:
     nodes = [node for name in plan.nodes if (node := state.nodes.get(name))] if plan else []
     per_h = hazard.reclaims_per_h(state, nodes)
     return min(
-        (state.phase_ends_at - state.step) * limits.step_s(state), 3600 / per_h if per_h else inf
+        (state.phase_ends_at - state.step) * hard_limits.step_s(state),
+        3600 / per_h if per_h else inf,
     )
 
 
 def stay_steps(state: State) -> float:
-    step_s = limits.step_s(state)
+    step_s = hard_limits.step_s(state)
     return min(float(state.phase_ends_at - state.step), stay_s(state) / step_s if step_s else inf)
 
 
 def compute_s(state: State, busy_s: float) -> float:
     """Of a step, what the busiest rank computes: its forward passes were timed, a backward pass
     takes twice as long."""
-    step_s = limits.step_s(state)
+    step_s = hard_limits.step_s(state)
     return min(step_s, 3 * busy_s) if step_s else 3 * busy_s
 
 
@@ -247,7 +248,7 @@ def assigned_shares(state: State, plan: Plan, load: Load) -> tuple[int, ...]:
         max(n, limit) // unit
         for n, limit in zip(plan.samples, most_samples(state, plan), strict=True)
     ]
-    return hetero_shares.shares(n_units, rates, unit, most=most)
+    return unequal_shares.shares(n_units, rates, unit, most=most)
 
 
 def most_samples(state: State, plan: Plan) -> list[int]:
@@ -276,7 +277,7 @@ def rows_that_fit(state: State, plan: Plan, room_bytes: int, *, most: int) -> in
     if model is None or model.sample is None or not room_bytes:
         return min(most, layout.microbatch_size) if layout.microbatch_size and room_bytes else most
     work, dtype = ModelCost.of(model), state.job.precision
-    deepest = max(hetero_shares.blocks_at(layout, plan.layers))
+    deepest = max(unequal_shares.blocks_at(layout, plan.layers))
     usable = memory.usable_bytes(room_bytes, layout, on_gpus(state, plan.nodes))
 
     def fits(rows: int) -> bool:

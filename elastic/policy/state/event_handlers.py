@@ -32,7 +32,7 @@ from elastic.policy.faults.failures import (
 )
 from elastic.policy.faults.quiesced_workers import quiesced
 from elastic.policy.forming_groups import HANDLERS as AHEAD
-from elastic.policy.pools import hazard, limits
+from elastic.policy.pools import hard_limits, hazard
 from elastic.policy.speed.measured_steps import with_step
 from elastic.policy.speed.speeds import HANDLERS as SPEEDS
 from elastic.policy.speed.speeds import forget
@@ -97,7 +97,7 @@ def _bill(state: State, at_s: float) -> dict[str, Any]:
     put_off = state.stop is not None and not state.stop.limit
     put_off = put_off and (state.away is not None or stop_refused(state))
     stop = (
-        limits.wish(state, at_s)
+        hard_limits.wish(state, at_s)
         if (state.stop is None or put_off) and state.phase not in ENDED
         else None
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from elastic.reshard.transfers import participants
+from elastic.reshard.transfer_plan import participants
 from elastic.types import (
     DropGroups,
     EnterPlan,

@@ -38,8 +38,8 @@ from elastic.worker.program.calls import call_model, inputs_of, keywords_of, los
 from elastic.worker.program.model_profile import block_names, build_meta
 from elastic.worker.session.generation import groups_of
 from elastic.worker.session.workplace import Workplace
+from elastic.worker.state.state_transfer import warm_staging
 from elastic.worker.state.train_state import TrainState
-from elastic.worker.state.transfer import warm_staging
 from elastic.worker.step.evaluation import drawing
 from elastic.worker.step.optimizer_step import Stepper
 

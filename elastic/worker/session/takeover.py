@@ -13,7 +13,7 @@ import torch.distributed as dist
 from elastic.data.streams import STATE, Stream
 from elastic.errors import StateLost
 from elastic.reshard.rank_boxes import EXTRA, LOSS_SCALE, owned_boxes, state_specs
-from elastic.reshard.transfers import check_cover, holders_of, plan_transfers
+from elastic.reshard.transfer_plan import check_cover, holders_of, plan_transfers
 from elastic.types import Box, DigestPart, TensorSpec, Transfer
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.process.doing import doing
@@ -23,8 +23,8 @@ from elastic.worker.program.guards import MEMORY
 from elastic.worker.session.workplace import EnterOrder, Workplace
 from elastic.worker.state.content_digest import digest, digest_of
 from elastic.worker.state.host_copy import BufferLease, Flat, HostCopy
+from elastic.worker.state.state_transfer import carry_out
 from elastic.worker.state.train_state import Held, TrainState, region
-from elastic.worker.state.transfer import carry_out
 
 # boxes that follow from how the job is run, not from its model
 OF_THE_JOB = (EXTRA + MEMORY, EXTRA + STATE, LOSS_SCALE)

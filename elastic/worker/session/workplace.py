@@ -15,7 +15,7 @@ import torch
 from elastic.data.loader_processes import Readers, readers_of
 from elastic.errors import InternalError, StateLost
 from elastic.program import Program
-from elastic.reshard.transfers import participants
+from elastic.reshard.transfer_plan import participants
 from elastic.storage import Storage
 from elastic.types import Event, Job, ModelProfile, PinningFailed, Plan, SampleProfile, WorkerId
 from elastic.types.orders import Rendezvous, WorkerOrder

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from elastic.worker.state.transfer import sum64
+from elastic.worker.state.state_transfer import sum64
 
 CHUNK_BYTES = 4 << 20
 GOES, QUITS = 1, 2

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from elastic.planner.cost import step_cost
 from elastic.planner.cost.stage_balance import balanced, loads_at
-from elastic.planner.hetero.hetero_shares import stage_layers
 from elastic.planner.hetero.hetero_split import SplitTask, split
+from elastic.planner.hetero.unequal_shares import stage_layers
 from elastic.types import Layout
 
 LOADS = st.lists(st.sampled_from([0.25, 1.0, 1.5, 4.0]), min_size=1, max_size=8)

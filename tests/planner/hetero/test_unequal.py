@@ -16,7 +16,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
-from elastic.planner.hetero import hetero_shares
+from elastic.planner.hetero import unequal_shares
 from elastic.planner.hetero.hetero_split import SplitTask, split
 from elastic.planner.layout_choice import Choice, plan_layout
 from elastic.planner.node_sets import LayoutLimits
@@ -62,7 +62,7 @@ def rates(there: list[Node], speeds: tuple[float, ...]) -> dict[WorkerId, float]
 
 def busy_s(found: Choice, speeds: dict[WorkerId, float]) -> float:
     at = [speeds[worker] for worker in found.ranks]
-    return hetero_shares.busy_s(
+    return unequal_shares.busy_s(
         found.layout, found.samples, found.layers, n_microbatches=found.n_microbatches, rates=at
     )
 
@@ -136,10 +136,10 @@ def test_shares_and_stages_are_about_the_best_of_all(
     )
     assert sum(found.layers) == task.n_blocks and min(found.layers) >= 1
     assert found.busy_s == pytest.approx(
-        hetero_shares.busy_s(layout, found.samples, found.layers, n_microbatches=m, rates=at)
+        unequal_shares.busy_s(layout, found.samples, found.layers, n_microbatches=m, rates=at)
     )
     best = min(
-        hetero_shares.busy_s(
+        unequal_shares.busy_s(
             layout, tuple(n * m for n in shares), layers, n_microbatches=m, rates=at
         )
         for shares in compositions(task.global_batch // m, layout.dp)
@@ -155,7 +155,7 @@ def test_equal_speeds_keep_even_stages_and_the_given_order() -> None:
             MODEL, job(layout=text), there, limits=LayoutLimits(rates=rates(there, (7.0, 7.0, 7.0)))
         )
         assert found == plan_layout(MODEL, job(layout=text), there)
-        assert found.layers == hetero_shares.stage_layers(8, found.layout.pp) and names(found) == [
+        assert found.layers == unequal_shares.stage_layers(8, found.layout.pp) and names(found) == [
             "n0",
             "n1",
             "n2",
@@ -173,7 +173,7 @@ def test_a_slow_stage_has_fewer_blocks_and_slow_gpus_share_it() -> None:
     ]
     by_stage = stages == [{1.0}, {0.5}] or stages == [{0.5}, {1.0}]
     assert by_stage or found.samples[0] != found.samples[1]
-    even = hetero_shares.busy_s(
+    even = unequal_shares.busy_s(
         found.layout,
         (24, 24),
         (4, 4),

@@ -10,7 +10,7 @@ from support.policy.story import MODEL, Story, orders, plan_of
 
 from elastic.api.planning.plan_nodes import known_of
 from elastic.policy.pools import deadline, pool_allocation
-from elastic.policy.pools.limits import STOP_MOST_S
+from elastic.policy.pools.hard_limits import STOP_MOST_S
 from elastic.policy.state.fold import PoolSeen
 from elastic.types import (
     Copy,

@@ -11,7 +11,7 @@ from support.policy.story import SPOT, Story, job
 from elastic.driver import restored
 from elastic.ledger.journal import Line, plain
 from elastic.observe.accounting.accounts import account
-from elastic.policy.pools import limits
+from elastic.policy.pools import hard_limits
 from elastic.policy.state.fold import State, changes, fold
 from elastic.types import (
     Copy,
@@ -173,7 +173,7 @@ def test_machines_that_start_are_not_held_twice_against_the_budget() -> None:
         Story(budget_usd=1.0).state, instances={"spot": InstancesSeen("spot", starting=2)}
     )
     at_s = state.billed_at_s
-    assert limits.affordable(state, SPOT, 2.0, now_s=at_s) == limits.affordable(
+    assert hard_limits.affordable(state, SPOT, 2.0, now_s=at_s) == hard_limits.affordable(
         replace(state, instances={}), SPOT, 2.0, now_s=at_s
     )
 

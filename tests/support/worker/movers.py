@@ -18,11 +18,11 @@ import torch.distributed as dist
 from support.worker.forks import FORKS
 
 from elastic.reshard.rank_boxes import boxes, state_specs
-from elastic.reshard.transfers import plan_transfers
+from elastic.reshard.transfer_plan import plan_transfers
 from elastic.types import DTYPE_BYTES, Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
 from elastic.worker.state.host_copy import Tensors
+from elastic.worker.state.state_transfer import TransferStats, carry_out
 from elastic.worker.state.train_state import region
-from elastic.worker.state.transfer import TransferStats, carry_out
 
 Cut = tuple[Layout, tuple[int, ...]]
 CPU = torch.device("cpu")

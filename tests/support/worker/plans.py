@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.planner.hetero.hetero_shares import microbatches
+from elastic.planner.hetero.unequal_shares import microbatches
 from elastic.policy.copies.replica_placement import replica_holders
 from elastic.types import Holding, Layout, Plan, Resume, WorkerId
 

@@ -2,7 +2,7 @@
 operations of a group start together and end together, groups of one participant run one after the
 other, and a send ends when it is received.
 
-It stands in for `torch.distributed` in elastic.worker.state.transfer, and counts.
+It stands in for `torch.distributed` in elastic.worker.state.state_transfer, and counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.worker.state import transfer
+from elastic.worker.state import state_transfer
 
 LATE_S = 20.0
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero"}
@@ -159,7 +159,7 @@ def run(
             answers[me] = error
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer, "dist", wire)
+        patch.setattr(state_transfer, "dist", wire)
         patch.setattr(torch.Tensor, "tolist", tolist)
         devices = [
             threading.Thread(target=wire.run, args=(group,), daemon=True) for group in wire.groups

@@ -16,7 +16,7 @@ from support.worker.worker_pool import Pool
 
 from elastic.program import load_program
 from elastic.reshard.transfer_forecast import Room, TransferRates, forecast
-from elastic.reshard.transfers import holders_of, participants
+from elastic.reshard.transfer_plan import holders_of, participants
 from elastic.types import (
     Abort,
     DigestPart,

@@ -23,10 +23,10 @@ from elastic.reshard.chunks import (
     sizes_of,
     staging_bytes,
 )
-from elastic.reshard.transfers import plan_transfers
+from elastic.reshard.transfer_plan import plan_transfers
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
+from elastic.worker.state.state_transfer import TransferStats, carry_out, copy_all, sum64, sum_into
 from elastic.worker.state.train_state import region
-from elastic.worker.state.transfer import TransferStats, carry_out, copy_all, sum64, sum_into
 
 # two peers at once, as on CUDA
 SMALL = Sizes(1 << 16, 1 << 15, 1 << 16, 1 << 19, own_bytes=1 << 18, grouped=True)

@@ -23,7 +23,7 @@ from elastic.reshard.chunks import (
     staging_bytes,
 )
 from elastic.types import Layout, ModelProfile, OptimizerSpec, TensorSpec, Transfer
-from elastic.worker.state.transfer import TransferStats, sum64
+from elastic.worker.state.state_transfer import TransferStats, sum64
 
 LAYOUTS = {
     "fsdp4": (Layout(dp_shard=4), ()), "tp2 x fsdp2": (Layout(dp_shard=2, tp=2), ()),

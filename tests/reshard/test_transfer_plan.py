@@ -20,7 +20,7 @@ from support.reshard.reshard_cases import (
 
 from elastic.errors import StateLost
 from elastic.reshard.rank_boxes import boxes, owned_boxes, state_specs
-from elastic.reshard.transfers import holders_of, plan_transfers
+from elastic.reshard.transfer_plan import holders_of, plan_transfers
 from elastic.types import (
     Box,
     Holding,

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.hetero import hetero_shares
-from elastic.planner.hetero.hetero_shares import microbatches, shares, stage_layers
+from elastic.planner.hetero import unequal_shares
+from elastic.planner.hetero.unequal_shares import microbatches, shares, stage_layers
 from elastic.types import Layout
 
 
@@ -83,7 +83,7 @@ def test_a_batch_that_is_too_small_is_infeasible() -> None:
 
 def test_divisors() -> None:
     assert all(
-        hetero_shares.divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0)
+        unequal_shares.divisors(n) == tuple(d for d in range(1, n + 1) if n % d == 0)
         for n in range(1, 200)
     )
-    assert hetero_shares.divisors(10**12)[-1] == 10**12  # at once, not after a count up to it
+    assert unequal_shares.divisors(10**12)[-1] == 10**12  # at once, not after a count up to it
