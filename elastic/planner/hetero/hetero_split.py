@@ -137,9 +137,11 @@ def _assigned(
 
 def _search(task: SplitTask, speeds: Speeds, even: tuple[int, ...]) -> Split | None:
     best: Split | None = None
-    for blocks in _starts(task, speeds, even):
-        rows = Counter(speeds)
-        blocks = _moved(task, blocks, lambda blocks, rows=rows: _together(task, rows, blocks))  # type: ignore[misc]
+    rows = Counter(speeds)
+    starts = _starts(task, speeds, even)
+    moved = [_moved(task, one, lambda blocks: _together(task, rows, blocks)) for one in starts]
+    # shares are whole: what is best by shares of any size need not be best by them
+    for blocks in dict.fromkeys([*moved, *starts]):
         for _ in range(ROUNDS):
             try:
                 found = _assigned(task, speeds, blocks)
