@@ -140,12 +140,17 @@ class LayoutSearch:
     # ------------------------------------------------------------------------------------- numbers
 
     def _worlds(self, there: NodeSet, whole: bool) -> Iterator[int]:
-        """All workers; where those have no layout, fewer: whole nodes less, then single workers."""
+        """All workers; where those have no layout, fewer: whole nodes less, or single workers, then
+        one for each sample of a step, and halves."""
         yield there.most
         if whole:
             less = there.per_node if there.most > FEWER_MOST else 1
             lowest = max(0, there.most - less * (FEWER_MOST + 1))
             yield from range(there.most - less, lowest, -less)
+            halves = {lowest >> k for k in range(lowest.bit_length())}
+            yield from (
+                n for n in sorted({*halves, self.job.global_batch}, reverse=True) if n <= lowest
+            )
 
     def _too_few(self, there: NodeSet, world: int) -> bool:
         """Would the state alone, cut into equal parts for all of them, be too large for them?"""

@@ -48,6 +48,16 @@ def nodes(*gpus: int) -> list[Node]:
     return [Node(f"n{i}", "p", g, "prepared") for i, g in enumerate(gpus)]
 
 
+def test_a_step_of_far_fewer_samples_than_workers_takes_one_worker_each() -> None:
+    """However many more there are: those that are left idle cost, a run that cannot begin more."""
+    many = nodes(*[8] * 70)
+    alone = {"layout": "auto,pp=1,tp=1,cp=1"}
+    assert plan_layout(MODEL, job(**alone), many).layout == Layout(dp_shard=16)
+    assert plan_layout(MODEL, job(**alone, global_batch=3), nodes(*[1] * 70)).layout == Layout(
+        dp_shard=3
+    )
+
+
 def test_auto_uses_every_worker_with_plain_sharding() -> None:
     choice = plan_layout(MODEL, job(), nodes(2, 2, 1))
     assert (
