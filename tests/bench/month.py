@@ -124,7 +124,9 @@ class Looks:
             and now_s - began_s >= self.days[len(self.found)] * DAY_S
         ):
             self.clock.look(f"day {self.days[len(self.found)]}")
-            self.found[f"{self.days[len(self.found)]:g}"] = self.measured(state)
+            day = f"{self.days[len(self.found)]:g}"
+            self.found[day] = self.measured(state)
+            print(f"month: day {day}: {self.found[day]}", file=sys.stderr, flush=True)
         calm = self.seen is not None and all(
             getattr(state, name) is getattr(self.seen, name) for name in WATCHED
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.e2e.shell import Shell, last_line
+from support.e2e.shell import PROGRAMS, Shell, last_line
 
 from elastic.ledger.journal import read
 from elastic.types import StepDone, WorkerFailed
@@ -138,3 +138,21 @@ blocks = torch""",
     lines = read(Path(shell.root / "elastic_runs" / "r" / "journal.jsonl"))
     orders = [type(order).__name__ for one in lines for order in one.decision.actions]
     assert "Quarantine" not in orders
+
+
+# how it is seen: tests/worker/hosting/test_absent_ranks.py
+@pytest.mark.whole
+def test_an_early_stage_that_leaves_out_a_block_ends_the_run_at_the_second_time(
+    shell: Shell,
+) -> None:
+    """Its shards do not come to the same collectives, and the other stage waits for messages."""
+    job = shell.job(
+        program=str(PROGRAMS / "tiny_odd_stage.py"), layout="pp=2,dp_shard=2,microbatch_size=1",
+        steps=40, durable_every=0, pools=[{"name": "spot", "market_type": "spot",
+        "gpus_per_node": 2, "max_nodes": 2}],
+    )  # fmt: skip
+    code, out, _ = shell.call("run", job, "--local", "--run-name", "r", "--json")
+    summary = last_line(out)
+    said = " has failed 2 times in a row, the program's ranks do not match: "
+    assert code == 1 and said in summary["reason"], out[-2000:]
+    assert len(summary["transitions"]) == 2, "it was tried once more"
