@@ -18,7 +18,7 @@ from support.docs.pages import block, text_of
 from support.places import ROOT
 from support.reference import train_alone
 
-from elastic.config.data_section import KINDS, DataSpec
+from elastic.config.data_section import KINDS, DataSpec, SourceSpec
 from elastic.config.job import JobSpec, load_job
 from elastic.data.budget import budget_of, pad_share
 from elastic.data.open_datasets import Sets, dataset_of, validation_of
@@ -162,7 +162,8 @@ def test_the_tables_name_what_there_is() -> None:
             first[table.splitlines()[0]] = [line.split("`")[1] for line in lines]
     assert sorted(first["| key | what it is |"]) == sorted(KINDS)
     fields: dict[str, Any] = DataSpec.__pydantic_fields__
-    packs = get_args(get_args(fields["pack"].annotation)[0])  # of Literal[...] | None
+    pack: Any = SourceSpec.__pydantic_fields__["pack"].annotation
+    packs = get_args(get_args(pack)[0])  # of Literal[...] | None
     assert packs and first["| `pack` | a sample | keys |"][1:] == list(packs)
     assert all(f"`data.{name}`" in text or f"`data.{name}:" in text for name in fields)
     assert (
