@@ -299,10 +299,11 @@ def _of_samples(label: str) -> bool:
 
 def _of_weights(program: Program, one: Followed) -> str:
     """What is done to weights that only a whole model has."""
-    for name, module in build_meta(program).named_modules():
+    model = build_meta(program)
+    for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"{name} has sparse gradients, which cannot be cut: take sparse=False"
-    for name, p in build_meta(program).named_parameters():
+    for name, p in model.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             return (
                 f"the weight {name} has a hook, which is lost where the model is cut: scale the "
