@@ -76,6 +76,18 @@ class DriverStarted(Event):
     counts_taken: bool = False
 
 
+GATES = (  # of DriverStarted: what drivers decide by that are new enough
+    "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
+    "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
+    "keeps_left", "spares_noticed", "counts_taken",
+)  # fmt: skip
+
+
+def newest_gates(**others: bool) -> dict[str, Any]:
+    """Of a DriverStarted, as a driver of today has them, but for `others`."""
+    return dict.fromkeys(GATES, True) | others
+
+
 @dataclass(frozen=True)
 class NodeReady(Event):
     node: Node

@@ -49,6 +49,7 @@ from elastic.types import (
     StepDone,
     WorkerFailed,
 )
+from elastic.types.events import newest_gates
 from elastic.version import PACKAGE
 from elastic.worker.hosting.resume_checks import (
     FoundCopies,
@@ -277,20 +278,7 @@ class JobRun:
             durable=found.copies,
             hardware=known_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
-            forms_ahead=True,
-            expects_measured=True,
-            spends_slack=True,
-            dates_budget=True,
-            bounds_deaths=True,
-            saves_in_any=True,
-            leaves_out=True,
-            begins_anew=True,
-            waits_to_save=True,
-            blames_program=True,
-            saves_again=True,
-            keeps_left=True,
-            spares_noticed=True,
-            counts_taken=True,
+            **newest_gates(),
         )
         warn_of_clock(before, self.launched_at_s)
         if start.attached and state is not None:

@@ -73,16 +73,12 @@ from elastic.types import (
     WorkerId,
     redone_as_before,
 )  # fmt: skip
+from elastic.types.events import GATES
 from elastic.types.replacing import replace
 
 KEPT_COPIES = 100
 KEPT_LOST_NODES = 32
 KEPT_PAUSES = 9
-GATES = (  # of DriverStarted: what drivers decide by that are new enough
-    "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
-    "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
-    "keeps_left", "spares_noticed", "counts_taken",
-)  # fmt: skip
 
 
 def billed(state: State, at_s: float) -> State:

@@ -28,6 +28,7 @@ from elastic.types import (
     SampleProfile,
     StepDone,
 )
+from elastic.types.events import newest_gates
 
 COLLECTED_AFTER = 100_000  # new objects
 KEPT_GENERATIONS = 8
@@ -198,10 +199,7 @@ def run_on(
     journal = _Counted(keep, subject.ideal_s / MOMENTS)
     start = DriverStarted(
         subject.name, 1, plain, subject.pools, subject.model, subject.hardware,
-        expects_measured=True, spends_slack=True, dates_budget=True,
-        bounds_deaths=True, saves_in_any=True, leaves_out=True,
-        begins_anew=True, waits_to_save=True, blames_program=True, saves_again=True,
-        keeps_left=True, spares_noticed=True, counts_taken=True,
+        **newest_gates(forms_ahead=False),
     )  # fmt: skip
     if hours is None:
         backend.give_up_at(until_s)
