@@ -191,7 +191,9 @@ class Program:
     batch_dependent: bool = False
     no_cp: str = ""
 
-    of: ClassVar[str] = "Program."  # what errors say before the name of a field
+    # what errors say: before the name of a field, and of how to train on a result of many samples
+    of: ClassVar[str] = "Program."
+    anyway: ClassVar[str] = "Program.batch_dependent=True"
 
     def __post_init__(self) -> None:
         if self.loss is missing_loss:

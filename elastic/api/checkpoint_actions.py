@@ -15,22 +15,37 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
-from elastic.types import DriverStarted, TensorSpec
+from elastic.types import DriverStarted, Evaluated, TensorSpec
 
 
 def checkpoints(run: Storage) -> tuple[list[dict[str, Any]], list[str]]:
     """Checkpoints, newest first, those not committed too, and what is wrong with markers that are
-    not whole."""
+    not whole. `validation_loss`: of its step, as the run's journal has it; `best`: it is the least
+    of those that are committed."""
     from elastic.worker.checkpoint.checkpoint_verbs import listed
 
     problems: list[str] = []
     now_s = time.time()
     found = listed(run, problems)
-    rows = [
-        asdict(item)
-        | {"age_s": None if item.saved_at_s is None else max(0.0, now_s - item.saved_at_s)}
-        for item in found
-    ]
+    told = (event for line in RunFolder.of(run).lines() for _, event in line.events)
+    losses = {
+        event.step: event.metrics["validation_loss"]
+        for event in told
+        if isinstance(event, Evaluated) and "validation_loss" in event.metrics
+    }
+    scored = (losses[item.step] for item in found if item.committed and item.step in losses)
+    least = min(scored, default=None)
+    rows = []
+    for item in found:
+        loss = losses.get(item.step)
+        rows.append(
+            asdict(item)
+            | {
+                "age_s": None if item.saved_at_s is None else max(0.0, now_s - item.saved_at_s),
+                "validation_loss": loss,
+                "best": item.committed and loss is not None and loss == least,
+            }
+        )
     return rows, problems
 
 

@@ -79,11 +79,11 @@ def add(verbs: Any) -> None:
 def _ls(given: argparse.Namespace) -> int:
     found, problems = api.checkpoints(find_runs.open_storage_of(given.run, given.storage))
     rows: list[tuple[str, ...]] = [
-        ("STEP", "GENERATION", "COMMITTED", "LAYOUT", "RANKS", "SIZE", "AGE", "URI")
+        ("STEP", "GENERATION", "COMMITTED", "LAYOUT", "RANKS", "SIZE", "VALIDATION", "AGE", "URI")
     ]
     rows += [run_tables.checkpoint(item) for item in found]
     lines = (
-        run_tables.columns(rows, right=(0, 1, 4, 5, 6)) if found else ["no committed checkpoint"]
+        run_tables.columns(rows, right=(0, 1, 4, 5, 7)) if found else ["no committed checkpoint"]
     )
     show(given, {"checkpoints": found, "problems": problems}, lines + problems)
     return 0

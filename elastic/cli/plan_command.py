@@ -305,7 +305,6 @@ def _check(given: argparse.Namespace) -> None:
     pairs = (
         ("JOB", given.job, "--model", given.model),
         ("--script", given.script, "--model", given.model),
-        ("--script", given.script, "--trace", given.trace),
         ("--cluster", given.cluster, "--gpus", given.gpus),
         ("--gpus", given.gpus, "--what-if", given.what_if),
         ("--scaling", given.scaling, "--what-if", given.what_if),

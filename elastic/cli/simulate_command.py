@@ -25,6 +25,7 @@ EPILOG = """examples:
   elastic simulate JOB --cluster FILE --fit traces/us-west-2.json --start-times 100
   elastic simulate JOB --cluster FILE --calibrate my-last-run --png run.png
   elastic simulate JOB --drill FILE --calibrate my-last-run
+  elastic simulate --script train.py --cluster FILE -- --epochs 3
 
 A trace is a JSON file of ticks ({"metadata": {"gap_seconds": 300}, "data": [8, 8, 7, ...]}), a CSV
 file with the columns at_s,nodes (and usd_per_node_h) or at_s,event,node (add, remove), or a past
@@ -34,7 +35,12 @@ run. A folder has one file for each spot pool. docs/simulate.md says what is sim
 def add(verbs: Any) -> None:
     made = verb(verbs, "simulate", _answered, about=ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    made.add_argument("job", metavar="JOB", help="folder with job.yaml and program.py")
+    made.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
+    made.add_argument(
+        "--script",
+        metavar="FILE",
+        help="or a training script that enters elastic.loop; its arguments come last, after --",
+    )
     made.add_argument("--cluster", metavar="FILE", help="its pools (default: the job's own)")
     made.add_argument("--trace", metavar="PATH", default="", help="file, folder, or a past run")
     made.add_argument("--fit", metavar="FILE", default="", help="make up markets like this trace")
@@ -95,7 +101,7 @@ def _answered(given: argparse.Namespace) -> int:
     if given.drill:
         return _drilled(given)
     asked = simulate.Simulation(
-        model_source.of_job(given.job, given.overrides),
+        _subject(given),
         given.cluster,
         trace=given.trace,
         fit=given.fit,
@@ -127,13 +133,23 @@ def _drilled(given: argparse.Namespace) -> int:
         if getattr(given, option):
             raise SpecError(f"--{option} is of markets, --drill of none; leave one of them out")
     found = simulated_drill.simulate_drill(
-        model_source.of_job(given.job, given.overrides),
-        cluster=given.cluster,
-        drill=given.drill,
-        calibrate=given.calibrate,
+        _subject(given), cluster=given.cluster, drill=given.drill, calibrate=given.calibrate
     )
     show(given, found.plain(), found.text())
     return 0
+
+
+def _subject(given: argparse.Namespace) -> model_source.Subject:
+    if given.script:
+        return model_source.of_script(
+            given.script, given.args, given.job, overrides=given.overrides
+        )
+    if not given.job:
+        raise SpecError(
+            "simulate: JOB or --script is missing: elastic simulate jobs/quickstart --cluster "
+            "cluster_configs/aws_p5_p4d_spot.yaml"
+        )
+    return model_source.of_job(given.job, given.overrides)
 
 
 @dataclass

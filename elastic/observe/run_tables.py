@@ -57,7 +57,7 @@ def checkpoint(item: Mapping[str, Any]) -> tuple[str, ...]:
     age = "-" if item["age_s"] is None else duration(item["age_s"])
     committed = "yes" if item["committed"] else "no"
     ranks = str(item["world_size"]) if item["committed"] else "-"
-    layout = item["layout"] or "-"
+    layout, loss = item["layout"] or "-", item["validation_loss"]
     return (
         str(item["step"]),
         str(item["generation"]),
@@ -65,6 +65,7 @@ def checkpoint(item: Mapping[str, Any]) -> tuple[str, ...]:
         layout,
         ranks,
         size(item["n_bytes"]),
+        "-" if loss is None else f"{loss:.4f}{' best' if item['best'] else ''}",
         age,
         item["uri"],
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.cli.calls import as_json, called
-from support.places import ROOT
+from support.places import PROGRAMS, ROOT
 
 from elastic.api.simulate import StepTimes
 from elastic.types import Layout, Plan, WorkerId
@@ -68,6 +68,23 @@ def test_a_plan_has_it_in_one_line(trace: str, capsys: pytest.CaptureFixture[str
     assert code == 0
     line = out.splitlines()[-1]
     assert line.startswith("on these traces: ") and "(p95 $" in line and "on demand $" in line
+
+
+def test_a_script_is_simulated_as_its_plan_is(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in one line of its plan."""
+    pool = "{name: spot, market_type: spot, usd_per_node_h: 1.2, max_nodes: 2}"
+    keys = ["--set", "steps=300000", "--set", "budget_usd=100", "--set", f"pools=[{pool}]"]
+    script = ["--script", str(PROGRAMS / "loop_tiny.py"), *keys]
+    market = ["--trace", trace]
+    data = as_json(capsys, "simulate", *script, *market, "--start-times", "1")
+    assert (data["job"], data["steps"], data["nodes"]) == ("loop_tiny", 300000, 2)
+    assert data["policies"]["elastic"]["deadline_misses"] == 0
+    code, out, _ = called(capsys, "plan", *script, *market)
+    assert code == 0 and out.splitlines()[-1].startswith("on these traces: ")
+    code, _, err = called(capsys, "simulate", "--trace", trace)
+    assert (code, "simulate: JOB or --script is missing" in err) == (2, True)
 
 
 def test_markets_are_made_up_where_no_trace_is_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,8 @@ class BlocksInStages:
                 name for name in self.names if self.names[inner.block].startswith(name + ".")
             )
             both = f"{outer} and {self.names[inner.block]} inside of it"
-            return f"Program.blocks='{self.program.blocks}' matches {both}; name one of them"
+            blocks = f"{self.program.of}blocks='{self.program.blocks}'"
+            return f"{blocks} matches {both}; name one of them"
         order = [call.block for call in calls]
         for i, name in enumerate(self.names):
             if (n := order.count(i)) != 1:

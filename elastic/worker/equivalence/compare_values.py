@@ -121,7 +121,7 @@ def sees_others(small: SmallCopy, batch: Batch) -> str:
     return (
         f"the loss of {ROWS} samples is {losses[0]:.6g}, that of the same one by one "
         f"{sum(losses[1:]):.6g}: a result depends on which samples stand beside it; compute each "
-        "by itself, or say Program.batch_dependent=True to train on all the same"
+        f"by itself, or say {small.program.anyway} to train on all the same"
     )
 
 

@@ -79,7 +79,7 @@ def structure_of(program: Program, profile: ModelProfile, batch: Batch) -> Struc
             "" if profile.no_pp else f"its forward pass cannot be followed without values: {found}"
         )
         norm, sees = _norm(build_meta(program))
-        no_dp = f"{sees}; {_mend(norm)}" if norm and not program.batch_dependent else ""
+        no_dp = f"{sees}; {_mend(program, norm)}" if norm and not program.batch_dependent else ""
         return Structure(no_dp=no_dp, no_cp=no_dp, no_pp=why)
     device, one, others = found
     shares = _of_shares(program, one, _other(one, others))
@@ -149,12 +149,12 @@ def _norm(model: nn.Module) -> tuple[str, str]:
     return "", ""
 
 
-def _mend(norm: str, *, by_hand: bool = False) -> str:
+def _mend(program: Program, norm: str, *, by_hand: bool = False) -> str:
     groups = "take batch_norm: {group: 16} or step in job.yaml, without microbatch_tokens"
     take = f"{groups}, or GroupNorm, LayerNorm" if norm else "leave that out"
     if by_hand:
         take = "take a module (nn.BatchNorm2d), which is normalized by groups of samples"
-    return f"{take}, or say Program.batch_dependent=True to train on all the same"
+    return f"{take}, or say {program.anyway} to train on all the same"
 
 
 def _passes(
@@ -254,7 +254,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
             f"{sees.replace(':', ',', 1)}; take pp=1"
         )
     elif sees:
-        no_dp = no_cp = no_pp = f"{sees}; {_mend(norm, by_hand=bool(one.norm))}"
+        no_dp = no_cp = no_pp = f"{sees}; {_mend(program, norm, by_hand=bool(one.norm))}"
     chosen = [op for op in one.branches if any(map(_of_samples, op.labels))]
     mine = [op for op in chosen if op.own]
     if one.python_random:
@@ -270,7 +270,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
         no_dp = no_cp = no_pp = (
             f"{place} branches on a value of the whole batch, which each rank and microbatch sees "
             "a part of: compute both and choose for each sample with torch.where, or say "
-            "Program.batch_dependent=True to train on all the same"
+            f"{program.anyway} to train on all the same"
         )
     elif chosen and one.names != other.names:
         notes.append(

@@ -235,8 +235,8 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
                 else f"{layout.n_stages} pipeline stages"
             )
             raise SpecError(
-                f"layout '{layout}': {stages}, but Program.blocks matches only {model.n_blocks} "
-                "modules"
+                f"layout '{layout}': {stages}, but the program's `blocks` "
+                f"matches only {model.n_blocks} modules"
             )
 
 

@@ -49,6 +49,7 @@ class LoopProgram(Program):
     know of it."""
 
     of: ClassVar[str] = "elastic.loop: "
+    anyway: ClassVar[str] = 'elastic.loop(trusted_axes=["dp"])'
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Callable[[Any, Any], Any] | None = None

@@ -259,7 +259,7 @@ class OptimizerPart:
         if not named and self.patterns == MATRICES:
             raise SpecError(
                 f"job.yaml: key '{self.key}': the model has no matrices in its blocks "
-                "(Program.blocks says which modules these are); give it `parameters`"
+                "(`blocks` of the program says which modules these are); give it `parameters`"
             )
         if not named:
             raise SpecError(

@@ -165,7 +165,7 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
         check("tp=2", plain)
     with pytest.raises(SpecError, match=r"give elastic.loop\(tp=...\) the modules to cut"):
         check("tp=2", plain, script="train.py")
-    with pytest.raises(SpecError, match="pp=4, but Program.blocks matches only 2"):
+    with pytest.raises(SpecError, match="pp=4, but `blocks` matches only 2"):
         check("pp=4", plain)
     check("dp_shard=2,pp=2", plain)
     check("tp=4", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))

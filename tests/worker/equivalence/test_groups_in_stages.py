@@ -151,7 +151,7 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     ),
     "interleaved": (
         lambda m, x: through(m, x, m.a[0], m.b[0], m.a[1], m.middle, m.b[1]),
-        "a.1 needs what b.0 gives, which comes behind it: list the patterns of Program.blocks in "
+        "a.1 needs what b.0 gives, which comes behind it: list the patterns of `blocks` in "
         "the order in which they run",
     ),
     "a module too early": (

@@ -253,7 +253,7 @@ def test_the_layout_of_a_map_is_that_of_the_ranks(tmp_path: Path) -> None:
     ("layout", "more", "says"),
     [
         ("tp=4", {}, "tp=4, but tp must divide 2 for this model"),
-        ("pp=5", {}, "Program.blocks matches only 4 modules"),
+        ("pp=5", {}, "`blocks` matches only 4 modules"),
         ("cp=2", {"compile": True}, "has cp=2, compile: true does not go with that"),
     ],
 )

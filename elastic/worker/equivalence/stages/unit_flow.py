@@ -136,7 +136,7 @@ class _Flow:
                 if needed.place > unit.place:
                     return (
                         f"{what} needs what {name} gives, which comes behind it: list the patterns "
-                        "of Program.blocks in the order in which they run, and register modules "
+                        "of `blocks` in the order in which they run, and register modules "
                         "there where they are called"
                     )
                 if needed.place < unit.place and not needed.dtype:
