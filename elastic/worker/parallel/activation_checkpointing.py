@@ -45,7 +45,7 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
     """
     if mode == "none":
         return
-    contexts: Contexts = noop_context_fn
+    contexts: Contexts | None = None
     if mode == "selective":
         policy = partial(_policy, kept_ops())
         contexts = partial(create_selective_checkpoint_contexts, policy)
@@ -56,14 +56,15 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
 
 def _recomputed(
     forward: Callable[..., Any],
-    contexts: Contexts,
+    contexts: Contexts | None,
     written: WrittenBuffers,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if written.all and not torch.compiler.is_compiling():
-        contexts = partial(written.contexts, contexts)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        contexts = partial(written.contexts, contexts or noop_context_fn)
+    how: dict[str, Any] = {"context_fn": contexts} if contexts else {}  # torch.compile refuses none
+    return checkpoint(forward, *args, use_reentrant=False, **how, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,26 @@ class BufferPlace:
 Before = dict[BufferPlace, torch.Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class BuffersNoted:
+    """Buffers as they were. `held`: with their versions, and copies."""
+
+    held: dict[BufferPlace, tuple[torch.Tensor, int, torch.Tensor]]
+
+    def changed(self) -> Before:
+        """Those that were written since, as they were."""
+        return {
+            at: copied
+            for at, (buffer, version, copied) in self.held.items()
+            if at.buffer is not buffer or buffer._version != version
+        }
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for at, copied in self.changed().items():
+            at.put(self.held[at][0].copy_(copied))
+
+
 class WrittenBuffers:
     """Buffers of a block that its forward pass writes: the pass that is done again has them as the
     first one had them, and leaves nothing behind."""
@@ -98,6 +119,10 @@ class WrittenBuffers:
             if buffer is not None
         ]
 
+    def noted(self) -> BuffersNoted:
+        held = {at: at.buffer for at in self.all}
+        return BuffersNoted({at: (b, b._version, b.detach().clone()) for at, b in held.items()})
+
     def contexts(self, inside: Contexts) -> tuple[Any, Any]:
         """Of one pass, and of the same done again."""
         before: Before = {}
@@ -107,14 +132,10 @@ class WrittenBuffers:
     @contextmanager
     def _noted(self, before: Before, inside: Any) -> Iterator[None]:
         """Copies all, and keeps of what was written what it was before."""
-        held = {at: at.buffer for at in self.all}
-        versions = {at: buffer._version for at, buffer in held.items()}
-        before.update({at: buffer.detach().clone() for at, buffer in held.items()})
+        noted = self.noted()
         with inside:
             yield
-        for at, buffer in held.items():
-            if at.buffer is buffer and buffer._version == versions[at]:
-                del before[at]
+        before.update(noted.changed())
 
     @contextmanager
     def _put(self, before: Before, inside: Any) -> Iterator[None]:
@@ -128,6 +149,14 @@ class WrittenBuffers:
         finally:
             for at, buffer in now.items():
                 at.put(buffer)
+
+
+def written_by(forward: Callable[..., Any]) -> WrittenBuffers | None:
+    """Of a forward pass that is computed again, and has buffers."""
+    if not isinstance(forward, partial) or forward.func is not _recomputed:
+        return None
+    written: WrittenBuffers = forward.args[2]
+    return written if written.all else None
 
 
 def _policy(kept: frozenset[Any], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

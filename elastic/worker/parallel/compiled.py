@@ -11,12 +11,14 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from elastic.errors import SpecError
+from elastic.worker.parallel.activation_checkpointing import WrittenBuffers, written_by
 
 CACHE, THREADS, COMPILER = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "CXX"
 
@@ -47,7 +49,35 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     parameters stay."""
     forget_compiled()
     for block in blocks:
-        block.forward = torch.compile(block.forward)
+        plain = block.forward
+        block.forward = torch.compile(plain)
+        if written := written_by(plain):
+            block.forward = UnlessItWrites(plain, block.forward, written)
+
+
+class UnlessItWrites:
+    """The forward pass of a block that is computed again: compiled, unless its first call in
+    training writes buffers. Compiled, the pass that is done again would write them a second time;
+    such a block is left as it is."""
+
+    def __init__(
+        self, plain: Callable[..., Any], compiled: Callable[..., Any], written: WrittenBuffers
+    ) -> None:
+        self.plain, self.written = plain, written
+        self.chosen, self.tried = compiled, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.tried or not torch.is_grad_enabled():
+            return self.chosen(*args, **kwargs)
+        self.tried, drawn = True, torch.get_rng_state()
+        before = self.written.noted()
+        found = self.chosen(*args, **kwargs)
+        if not before.changed():
+            return found
+        before.put_back()
+        torch.set_rng_state(drawn)
+        self.chosen = self.plain
+        return self.plain(*args, **kwargs)
 
 
 def forget_compiled() -> None:

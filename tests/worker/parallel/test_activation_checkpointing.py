@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.types import Layout
 from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
+from elastic.worker.parallel.compiled import compile_blocks
 
 
 class Block(nn.Module):
@@ -123,6 +125,18 @@ class Counted(nn.Module):
         return (self.calls / 4) * (self.linear(x - self.mean).sigmoid() * self.mean).exp()
 
 
+class Reading(nn.Module):
+    """Has a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sigmoid() * self.scale
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_what_a_pass_writes_is_written_once(mode: str) -> None:
     """Also of two microbatches whose forward passes are both done before the first backward
@@ -139,3 +153,29 @@ def test_what_a_pass_writes_is_written_once(mode: str) -> None:
         found.append([block.mean.clone(), *(p.grad for p in block.parameters())])
     for mine, plain in zip(found[1], found[0], strict=True):
         assert torch.equal(mine, plain)
+
+
+@pytest.mark.e2e  # torch's compiler takes seconds to load
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_checkpointed_block_is_compiled_unless_it_writes_buffers(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced as inductor gets it; two steps give what they give uncompiled."""
+    traced = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", traced)
+    for kind, compiled in ((partial(nn.Linear, 8, 8), True), (Reading, True), (Counted, False)):
+        found = []
+        for compiles in (False, True):
+            torch.manual_seed(2)
+            block = kind()
+            checkpoint_blocks([block], mode)
+            plain = block.forward
+            if compiles:
+                compile_blocks([block])
+            for i in (1, 2):
+                block(torch.linspace(-1, i, 16).view(2, 8)).square().sum().backward()
+            found.append(block.state_dict() | {n: p.grad for n, p in block.named_parameters()})
+        torch.testing.assert_close(found[1], found[0])
+        chosen = getattr(block.forward, "chosen", block.forward)
+        assert (chosen is not plain) == compiled
+    torch.compiler.reset()
