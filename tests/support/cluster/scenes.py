@@ -173,7 +173,7 @@ def done_and_cleared(hand: Stagehand) -> None:
     until(lambda: len(hand.launches()) > before, "a launch has begun")
     on.backend.close()
     began_s = time.monotonic()
-    until(hand.nothing_left, "nothing is left", 60)
+    until(hand.nothing_left, "nothing is left", 180)
     print(f"the run's end to nothing left: {time.monotonic() - began_s:.1f} s", file=sys.stderr)
 
 
