@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.running import restarted_script
+from elastic.api.running.observers import check_port
 from elastic.api.running.options import Options
 from elastic.api.running.program_file import job_given
 from elastic.api.running.run import Result, run_job
@@ -103,6 +104,7 @@ def run_file(
     """The same with the job's keys as they were read."""
     if not enters_loop(file):
         return restarted_script.run_restarting(file, args, data, where=where, options=options)
+    check_port(options.metrics_port, data)
     with start_line("the script ran up to its loop, which was tried", _shown(options)):
         spec, program = _loop_job(file, args, data, where=where, stream=options.stream)
     return run_job(spec, options, program)
@@ -184,6 +186,7 @@ def run_train_function(
     from elastic.worker.equivalence.draw_trial import with_notes
     from elastic.worker.loop.script_host import capture
 
+    check_port(options.metrics_port, keys)
     args = sys.argv[1:]
     done = start_line("the train function ran up to its loop, which was tried", _shown(options))
     with done, train_function.as_they_are():
