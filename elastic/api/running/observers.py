@@ -21,8 +21,8 @@ from elastic.observe.trackers.tracking import Tracking
 
 
 def check_port(asked: int | str | None, keys: Mapping[str, Any]) -> None:
-    """Raises SpecError where the port that an option or else the job's unchecked keys name is taken:
-    told before a program is read, which takes long."""
+    """Raises SpecError where the port is taken that an option, or else the job's unchecked keys,
+    name: told before a program is read, which takes long."""
     port = keys.get("metrics_port") if asked is None else asked
     if port is None:
         return

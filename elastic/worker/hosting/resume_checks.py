@@ -91,14 +91,16 @@ def _copy(found: CheckpointInfo) -> Copy:
 def check_not_done(
     run: str, steps: int, saved: int, *, succeeded: bool, script: bool = False
 ) -> None:
-    """`saved`: the step that the run would go on from; `script`: it enters elastic.loop. Raises SpecError where it has nothing left
-    to do."""
+    """`saved`: the step that the run would go on from; `script`: it enters elastic.loop. Raises
+    SpecError where it has nothing left to do."""
     if saved and (steps <= saved if succeeded else steps < saved):
         at = f"is at step {saved} of now {n_of(steps, 'step')}"
         at = f"is done ({n_of(saved, 'step')})" if succeeded else at
         longer = "--set steps=N with more of them lets it continue"
         if script:
-            longer = "more steps (or epochs) in elastic.loop(...), or --set steps=N, let it continue"
+            longer = (
+                "more steps (or epochs) in elastic.loop(...), or --set steps=N, let it continue"
+            )
         raise SpecError(
             f"run '{run}' {at}; {longer}; another --run-name (RunConfig(name=...)), or none, "
             "starts over"

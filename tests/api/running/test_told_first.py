@@ -1,4 +1,5 @@
-"""A metrics port that is taken is told before anything of the user's is read."""
+"""What is told before anything of the user's is read: a metrics port that is taken, a key that does
+not exist."""
 
 from __future__ import annotations
 
@@ -48,6 +49,16 @@ def test_before_a_script(folder: Path, taken: int) -> None:
         with pytest.raises(SpecError) as caught:
             run_script(script, options=options)
         assert str(caught.value).startswith(refusal(taken))
+
+
+def test_an_unknown_key_is_told_before_a_script_is_run(folder: Path) -> None:
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    with pytest.raises(SpecError, match=r"--set: unknown key 'chekpoint_every'.*checkpoint_every"):
+        run_script(script, options=elastic.Options(overrides=("chekpoint_every=5",)))
+    for known in ("epochs=2", "steps=2", "durable_every=5"):
+        with pytest.raises(SpecError, match="it was read"):
+            run_script(script, options=elastic.Options(overrides=(known,)))
 
 
 def test_a_wrong_port_of_the_keys_is_told_with_the_other_keys(folder: Path) -> None:
