@@ -16,6 +16,7 @@ from elastic.api.running.observers import check_port
 from elastic.api.running.options import Options
 from elastic.api.running.program_file import job_given
 from elastic.api.running.run import Result, run_job
+from elastic.config.clusters import load_cluster
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.key_names import STORED
 from elastic.config.script import check_starts_nothing, enters_loop, script_file
@@ -106,6 +107,8 @@ def run_file(
     if not enters_loop(file):
         return restarted_script.run_restarting(file, args, data, where=where, options=options)
     check_port(options.metrics_port, data)
+    if options.cluster is not None:
+        load_cluster(options.cluster)  # what is wrong there is told before the script is run
     with start_line("the script ran up to its loop, which was tried", _shown(options)):
         spec, program = _loop_job(file, args, data, where=where, stream=options.stream)
     return run_job(spec, options, program)

@@ -1,5 +1,5 @@
 """What is told before anything of the user's is read: a metrics port that is taken, a key that does
-not exist."""
+not exist, a cluster file that is wrong."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def test_before_a_script(folder: Path, taken: int) -> None:
         with pytest.raises(SpecError) as caught:
             run_script(script, options=options)
         assert str(caught.value).startswith(refusal(taken))
+
+
+def test_a_cluster_file_that_is_wrong_is_told_before_a_script_is_run(folder: Path) -> None:
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    with pytest.raises(SpecError, match=r"nowhere\.yaml: no such file; a cluster file is what"):
+        run_script(script, options=elastic.Options(cluster="nowhere.yaml"))
 
 
 def test_an_unknown_key_is_told_before_a_script_is_run(folder: Path) -> None:
