@@ -191,9 +191,12 @@ class Program:
     batch_dependent: bool = False
     no_cp: str = ""
 
-    # what errors say: before the name of a field, and of how to train on a result of many samples
+    # what errors say: before the name of a field, of how to train on a result of many samples, of
+    # what builds the model, and of where keys of the job stand
     of: ClassVar[str] = "Program."
     anyway: ClassVar[str] = "Program.batch_dependent=True"
+    builds: ClassVar[str] = "Program.model()"
+    keys: ClassVar[str] = "in job.yaml"
 
     def __post_init__(self) -> None:
         if self.loss is missing_loss:

@@ -73,6 +73,8 @@ class ElasticTrainer:
                             has none of its own.
     no_budget:              paid pools may be used although the job has neither budget_usd nor
                             max_nodes.
+    allow_changed:          a run of the same name is resumed although the file, the data or the
+                            mathematics have changed.
     on_step:                called with the numbers of each step, a mapping, in a thread of this
                             process.
     Raises SpecError that names a field which has no meaning here.
@@ -87,6 +89,7 @@ class ElasticTrainer:
     datasets: Mapping[str, Any] | None = None
     resume_from_checkpoint: ray.train.Checkpoint | None = None
     no_budget: bool = False
+    allow_changed: bool = False
     on_step: OnStep | None = None
 
     def __post_init__(self) -> None:
@@ -142,6 +145,7 @@ class ElasticTrainer:
                 own_drill="drill" in (self.job or {}),
                 spared=True,
                 no_budget=self.no_budget,
+                allow_changed=self.allow_changed,
                 on_step=self.on_step,
                 show=self._wanted.show,
                 words=() if naming else words,

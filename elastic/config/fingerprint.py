@@ -62,12 +62,12 @@ def _slow_digest(secret: str, salt: str) -> str:
     return scrypt(secret.encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=4).hex()
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In one line, without secrets; '' = none. What only one of the two knows is not compared. What
-    was recorded as "***" may have been anything, and secrets that were recorded as they are compare
-    with their digests."""
+def differences(was: Mapping[str, Any], now: Mapping[str, Any], *, file: str = "program.py") -> str:
+    """In one line, without secrets; '' = none. `file`: what the program stands in, by name. What
+    only one of the two knows is not compared. What was recorded as "***" may have been anything,
+    and secrets that were recorded as they are compare with their digests."""
     words = {
-        "program": "the code of its program.py",
+        "program": f"the code of its {file}",
         "optimizer": "what its optimizer keeps",
         "optimizers": "which optimizer has which parameters",
         "tensors": "names, shapes or dtypes of tensors",

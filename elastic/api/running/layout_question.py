@@ -223,7 +223,7 @@ def checked(model: ModelProfile, verdict: Verdict | None, program: Program) -> M
     ):
         why = (
             f"its forward pass could not be followed here ({verdict.skipped}); trusted_axes: [pp] "
-            "in job.yaml allows it"
+            f"{program.keys} allows it"
         )
         found = replace(found, pipeline=False, no_pp=why)
     return replace(found, notes=(*_said(verdict, program), *found.notes))

@@ -3,8 +3,9 @@ files of numbers, Prometheus, Ray's metrics, trackers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from elastic.config.job import JobSpec
 from elastic.config.numbers.metrics_port import MetricsPort
@@ -17,6 +18,24 @@ from elastic.observe.metrics.metric_names import BY_NAME
 from elastic.observe.metrics.metrics_files import MetricsFiles, OnStep
 from elastic.observe.metrics.run_numbers import Sample
 from elastic.observe.trackers.tracking import Tracking
+
+
+def check_port(asked: int | str | None, keys: Mapping[str, Any]) -> None:
+    """Raises SpecError where the port is taken that an option, or else the job's unchecked keys,
+    name: told before a program is read, which takes long."""
+    port = keys.get("metrics_port") if asked is None else asked
+    if port is None:
+        return
+    try:
+        where = _place_of(port)
+    except SpecError:
+        if asked is None:
+            return  # what it must be is checked with the other keys
+        raise
+    if where.port:  # 0 = any that is free
+        from elastic.observe.metrics.prometheus_endpoint import PrometheusEndpoint
+
+        PrometheusEndpoint(where).close()
 
 
 class Observers:
@@ -51,10 +70,7 @@ class Observers:
     ) -> list[Callable[[str, Sequence[Sample]], None]]:
         if port is None:
             return []
-        try:
-            where = MetricsPort.of(port)
-        except SpecError as error:
-            raise SpecError(f"--metrics-port: {error}") from None
+        where = _place_of(port)
         found = [_through_ray()] if ray else []
         if where.port is not None:
             from elastic.observe.metrics.prometheus_endpoint import PrometheusEndpoint
@@ -90,6 +106,13 @@ class Observers:
             if self._live is not None:
                 self._live.close()
         self._stack.close()
+
+
+def _place_of(port: Any) -> MetricsPort:
+    try:
+        return MetricsPort.of(port)
+    except SpecError as error:
+        raise SpecError(f"--metrics-port: {error}") from None
 
 
 def _through_ray() -> Callable[[str, Sequence[Sample]], None]:

@@ -18,7 +18,7 @@ from elastic.api.planning.plan_nodes import known_of
 from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
 from elastic.api.running.local_pools import adapted
-from elastic.api.running.observers import Observers
+from elastic.api.running.observers import Observers, check_port
 from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
 from elastic.api.running.start_checks import check_drill, paid_until_s
 from elastic.api.show_dashboard import DashboardBeside
@@ -144,6 +144,7 @@ class JobRun:
         name = options.run_name or f"{spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_run_name(name)
         self.name = name
+        check_port(options.metrics_port, {"metrics_port": spec.metrics_port})
         with self._phase("the program was read"):
             self._load(program)
         self.place = RunFolder.of(
@@ -241,7 +242,10 @@ class JobRun:
     def _check_not_done(self, state: State | None) -> None:
         if state is not None:
             done = state.phase == "succeeded"
-            check_not_done(self.name, self.spec.steps, state.saved_step, succeeded=done)
+            check_not_done(
+                self.name, self.spec.steps, state.saved_step, succeeded=done,
+                script=self.spec.script is not None,
+            )  # fmt: skip
 
     def _start(
         self,

@@ -99,9 +99,10 @@ class Entrance:
         )
 
     def _unanswered(self, node_id: str, admission: Admission | None) -> str:
-        """Why the node's storage is not this driver's; '' = it is, or the node was not asked."""
+        """Why the node's storage is not this driver's; '' = it is, or the node was not asked: of
+        one that was admitted, workers that remain repeat what they found then."""
         asked = self._mark and admission is not None and admission.mark == self._mark
-        if self.folder is None or not asked:
+        if self.folder is None or not asked or node_id in self._inside:
             return ""
         key = f"{PLACE}/{self._mark}.{node_id}"
         try:

@@ -31,7 +31,7 @@ from elastic.worker.loop.loop import Run, here
 
 NOT_STORED = (
     "note: ray.train.report(checkpoint=...) is not stored: elastic makes checkpoints by itself "
-    "(checkpoint_every says how often)"
+    "(checkpoint_every says how often); result.checkpoint is one, a folder of DCP"
 )
 _told = list[str]()  # by this process
 _OF_A_GROUP = DistributedSampler.__init__

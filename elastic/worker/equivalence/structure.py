@@ -150,7 +150,7 @@ def _norm(model: nn.Module) -> tuple[str, str]:
 
 
 def _mend(program: Program, norm: str, *, by_hand: bool = False) -> str:
-    groups = "take batch_norm: {group: 16} or step in job.yaml, without microbatch_tokens"
+    groups = f"take batch_norm: {{group: 16}} or step {program.keys}, without microbatch_tokens"
     take = f"{groups}, or GroupNorm, LayerNorm" if norm else "leave that out"
     if by_hand:
         take = "take a module (nn.BatchNorm2d), which is normalized by groups of samples"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.config.fingerprint import JOB_KEYS, KEY, batch_changed, differences
@@ -87,15 +88,22 @@ def _copy(found: CheckpointInfo) -> Copy:
     )  # fmt: skip
 
 
-def check_not_done(run: str, steps: int, saved: int, *, succeeded: bool) -> None:
-    """`saved`: the step that the run would go on from. Raises SpecError where it has nothing left
-    to do."""
+def check_not_done(
+    run: str, steps: int, saved: int, *, succeeded: bool, script: bool = False
+) -> None:
+    """`saved`: the step that the run would go on from; `script`: it enters elastic.loop. Raises
+    SpecError where it has nothing left to do."""
     if saved and (steps <= saved if succeeded else steps < saved):
         at = f"is at step {saved} of now {n_of(steps, 'step')}"
         at = f"is done ({n_of(saved, 'step')})" if succeeded else at
+        longer = "--set steps=N with more of them lets it continue"
+        if script:
+            longer = (
+                "more steps (or epochs) in elastic.loop(...), or --set steps=N, let it continue"
+            )
         raise SpecError(
-            f"run '{run}' {at}; --set steps=N with more of them lets it continue; another "
-            "--run-name (RunConfig(name=...)), or none, starts over"
+            f"run '{run}' {at}; {longer}; another --run-name (RunConfig(name=...)), or none, "
+            "starts over"
         )
 
 
@@ -322,12 +330,13 @@ def check_same(
     batch = batch_changed(start.run, was, now)
     if batch:
         raise SpecError(batch)
-    changed = differences(was, now)
+    file = Path(start.job.get("script") or "program.py").name
+    changed = differences(was, now, file=file)
     if changed and not allow_changed:
         raise SpecError(
             f"run '{start.run}' was started with other values: {changed}; change them back, start "
-            "another run with --run-name (RunConfig(name=...) of an ElasticTrainer), or continue "
-            "with --allow-changed"
+            "another run with --run-name, or continue with --allow-changed (of an ElasticTrainer: "
+            "RunConfig(name=...), allow_changed=True)"
         )
 
 
@@ -348,7 +357,8 @@ def _check_same_model(run: str, old: ModelProfile, new: ModelProfile) -> None:
         if was.get(fqn) != now.get(fqn):
             raise SpecError(
                 f"run '{run}' was started with another model: {fqn} was {_shape(was.get(fqn))}, "
-                f"it is {_shape(now.get(fqn))}; start another run with --run-name"
+                f"it is {_shape(now.get(fqn))}; start another run with --run-name "
+                "(RunConfig(name=...))"
             )
 
 

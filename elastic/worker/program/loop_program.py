@@ -50,6 +50,8 @@ class LoopProgram(Program):
 
     of: ClassVar[str] = "elastic.loop: "
     anyway: ClassVar[str] = 'elastic.loop(trusted_axes=["dp"])'
+    builds: ClassVar[str] = "elastic.loop: a copy of the model (copy.deepcopy)"
+    keys: ClassVar[str] = "of elastic.loop"
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Callable[[Any, Any], Any] | None = None

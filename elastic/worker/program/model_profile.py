@@ -181,9 +181,9 @@ def trace(program: Program) -> ModelProfile:
         place = raised_at(error)
         at = f"{place.filename}:{place.lineno}: " if place else ""
         text = str(error)
-        if "meta tensor" in text:
+        if "meta tensor" in text and program.of == Program.of:  # a loop has no init
             text += "; it is called without values first: what reads some belongs into Program.init"
-        raise SpecError(f"{at}Program.model() raised {type(error).__name__}: {text}") from error
+        raise SpecError(f"{at}{program.builds} raised {type(error).__name__}: {text}") from error
     check_patterns(model, program)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)
@@ -236,7 +236,7 @@ def _with_norms(profile: ModelProfile, program: Program, norms: Sequence[StepNor
     return replace(
         profile, together=first.group, no_cp=no_cp, no_tp=no_tp, no_pp=no_pp,
         pipeline=profile.pipeline and not no_pp, tp_limit=1 if no_tp else profile.tp_limit,
-        notes=(*profile.notes, chosen(norms)),
+        notes=(*profile.notes, chosen(norms, program.keys)),
     )  # fmt: skip
 
 

@@ -381,6 +381,6 @@ def _fill_plain_buffers(model: nn.Module, program: Program) -> None:
     for name in names:
         if source[name].is_meta:
             raise ProgramError(
-                f"buffer {name}: it is on the meta device after Program.model() on the CPU"
+                f"buffer {name}: it is on the meta device after {program.builds} on the CPU"
             )
         model.get_buffer(name).copy_(source[name])

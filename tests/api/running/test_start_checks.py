@@ -98,6 +98,16 @@ def test_a_run_goes_on_as_it_began(change: dict[str, object], said: str) -> None
         resume_checks.check_same(before, replace(START, **change), {})
 
 
+def test_a_loop_that_is_done_is_told_where_its_steps_stand() -> None:
+    for script, more in (
+        (False, "; --set steps=N"),
+        (True, r"; more steps \(or epochs\) in elastic"),
+    ):
+        with pytest.raises(SpecError, match=rf"run 'a' is done \(9 steps\){more}"):
+            resume_checks.check_not_done("a", 9, 9, succeeded=True, script=script)
+    resume_checks.check_not_done("a", 10, 9, succeeded=True, script=True)
+
+
 def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
     def started(code: str) -> DriverStarted:
         return replace(START, job={**START.job, "fingerprint": {"program": code, "seed": 3}})
@@ -111,6 +121,11 @@ def test_a_changed_program_is_refused_unless_it_is_accepted() -> None:
     resume_checks.check_same(before, started("b"), {}, allow_changed=True)
     accepted = [*before, Line(1.0, 2, ((1.0, started("b")),))]
     resume_checks.check_same(accepted, started("b"), {})
+    loop = replace(started("b"), job={**started("b").job, "script": "/home/me/train.py"})
+    with pytest.raises(
+        SpecError, match=r"other values: the code of its train\.py; .*allow_changed"
+    ):
+        resume_checks.check_same(before, loop, {})
     # without a journal, its newest checkpoint knows
     with pytest.raises(SpecError, match="program"):
         resume_checks.check_same([], started("b"), {"fingerprint": {"program": "a"}})
@@ -165,7 +180,7 @@ def test_a_layout_that_the_model_cannot_be_cut_into_is_wrong_input() -> None:
         check("tp=2", plain)
     with pytest.raises(SpecError, match=r"give elastic.loop\(tp=...\) the modules to cut"):
         check("tp=2", plain, script="train.py")
-    with pytest.raises(SpecError, match="pp=4, but `blocks` matches only 2"):
+    with pytest.raises(SpecError, match="pp=4, but the program's `blocks` matches only 2"):
         check("pp=4", plain)
     check("dp_shard=2,pp=2", plain)
     check("tp=4", ModelProfile(n_blocks=2, n_params=1, specs=(), tp_limit=8))

@@ -361,6 +361,28 @@ def test_a_failed_run_raises_as_ray_train_does(
         elastic.ElasticTrainer(tiny, job={"steps": 2, "global_batch": 4}, run_config=run).fit()
 
 
+def test_a_changed_file_may_be_resumed(
+    tiny: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elastic.api import trainer
+    from elastic.api.running.run import Result
+
+    allowed: list[bool] = []
+
+    def asked(spec: Any, options: Any) -> Result:
+        allowed.append(options.allow_changed)
+        return Result(options.run_name, "succeeded", {"reason": ""}, tmp_path)
+
+    monkeypatch.setattr(trainer, "run_job", asked)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "journal.jsonl").write_text("")
+    job = {"steps": 2, "global_batch": 4}
+    run = Run(name="r", storage_path=str(tmp_path))
+    elastic.ElasticTrainer(tiny, job=job, run_config=run).fit()
+    elastic.ElasticTrainer(tiny, job=job, run_config=run, allow_changed=True).fit()
+    assert allowed == [False, True]
+
+
 def test_a_stopped_run_says_how_to_resume_it(
     tiny: Program,
     tmp_path: Path,

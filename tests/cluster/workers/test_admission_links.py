@@ -224,6 +224,16 @@ def test_a_node_that_shares_the_storage_is_let_in_and_asked_once(tmp_path: Path)
     assert terms(entrance("a"), "a").mark is None, "object storage, or embedded nodes"
 
 
+def test_a_node_that_lost_a_worker_is_not_asked_again(tmp_path: Path) -> None:
+    """The workers that remain repeat what they found when the node was admitted."""
+    worker_group: Any = FakeWorkerGroup("a")
+    at = Entrance(worker_group, folder=LocalStorage(tmp_path))
+    event = answered(at, "a")
+    assert at.passed(event, NODES) == event
+    assert terms(at, "a").mark is None
+    assert at.passed(event, NODES) == event, "with the mark of the first time"
+
+
 def test_a_node_whose_file_the_driver_does_not_find_is_refused(tmp_path: Path) -> None:
     worker_group: Any = FakeWorkerGroup("a", "b")
     at = Entrance(worker_group, folder=LocalStorage(tmp_path))

@@ -15,6 +15,9 @@ from elastic.api.running.entry import loaded
 from elastic.config.job import BY_START, JobSpec
 from elastic.config.key_names import DOCUMENTED
 from elastic.errors import SpecError
+from elastic.types import ModelProfile
+from elastic.worker.program.job_program import with_job
+from elastic.worker.program.model_profile import trace
 
 TEXT = """
 import torch, elastic
@@ -156,3 +159,27 @@ def test_what_others_call_it_is_told_what_it_is_here(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("script: train.py\nsteps: 1\nglobal_batch: 2\n")
     with pytest.raises(SpecError, match="run.world_size was asked for before .* global_batch, and"):
         loaded(tmp_path)
+
+
+def profiled(folder: Path, model: str, more: str = "") -> ModelProfile:
+    """As a run has it of a loop over this model."""
+    text = TEXT.replace("torch.nn.Linear(4, 1)", model).replace("keys =", f"{more}\nkeys =")
+    (folder / "train.py").write_text(text.format(keys={"steps": 3, "global_batch": 16}))
+    (folder / "job.yaml").write_text(yaml.safe_dump({"script": "train.py", "name": "job"}))
+    spec, program = loaded(folder)
+    return trace(with_job(program, spec.job()))
+
+
+def test_a_model_that_cannot_be_copied_is_told_of_elastic_loop(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        profiled(tmp_path, "torch.nn.Linear(4, 1)", "import threading; model.a = threading.Lock()")
+    said = str(caught.value)
+    assert "elastic.loop: a copy of the model (copy.deepcopy) raised TypeError: cannot pi" in said
+    assert "Program" not in said and "\n" not in said
+
+
+def test_a_note_names_a_keyword_of_elastic_loop(tmp_path: Path) -> None:
+    found = profiled(
+        tmp_path, "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))"
+    )
+    assert found.notes[-1].endswith("by default; batch_norm of elastic.loop says another, or step")

@@ -297,8 +297,8 @@ def _all_reduced(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     return found
 
 
-def chosen(norms: Sequence[StepNorm]) -> str:
-    """The line that a person reads of them."""
+def chosen(norms: Sequence[StepNorm], keys: str = "in job.yaml") -> str:
+    """The line that a person reads of them; `keys`: where those of the job stand."""
     first, more = norms[0], len(norms) - 1
     who = f"{first.name} is a {type(first.module).__name__}" + (
         f" (and {more} more)" if more else ""
@@ -306,7 +306,7 @@ def chosen(norms: Sequence[StepNorm]) -> str:
     if not first.group:
         return f"{who}: statistics of all samples of a step (batch_norm: {STEP})"
     by = "" if first.rule.given else ", by default"
-    other = "" if first.rule.given else "; batch_norm in job.yaml says another, or step"
+    other = "" if first.rule.given else f"; batch_norm {keys} says another, or step"
     return (
         f"{who}: statistics of groups of {first.group} samples in the order of the step{by}{other}"
     )
