@@ -271,9 +271,7 @@ def _compared(
     return replace(found, structure=structure, equal=equal, tp_limit=most)
 
 
-def _in_one_process(
-    small: SmallCopy, batch: Batch, *, words: Words
-) -> tuple[str, tuple[str, ...]]:
+def _in_one_process(small: SmallCopy, batch: Batch, *, words: Words) -> tuple[str, tuple[str, ...]]:
     """What is wrong with what one process computes, and the axes that are closed by it."""
     left = kept_by_passes(small, batch)
     if why := kept_between(small, batch) or left.lost:

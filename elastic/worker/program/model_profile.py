@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -150,12 +151,21 @@ def unit_names(model: nn.Module, blocks: list[str]) -> list[str]:
     return found
 
 
+_built: WeakSet[nn.Module] = WeakSet()  # that are still there
+
+
 def build_meta(program: Program) -> nn.Module:
     """The program's module on the meta device."""
     with torch.device("meta"):
         model = program.model()
     if not isinstance(model, nn.Module):
         raise ProgramError(f"Program.model must return an nn.Module, not {type(model).__name__}")
+    if model in _built:
+        raise SpecError(
+            f"Program.model returned the same {type(model).__name__} a second time; it must build "
+            "a new one in each call, since elastic cuts the one it gets"
+        )
+    _built.add(model)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise SpecError(

@@ -3,7 +3,6 @@ takes it, or their mean)? Each rank would have another batch for it."""
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elastic.worker.equivalence.compare_values import double
 from elastic.worker.equivalence.forward_trace import Batch, python_random
 from elastic.worker.equivalence.no_randomness import Still
 from elastic.worker.equivalence.passes.kept_by_passes import MOST_FLOP, Trial, flop_of
-from elastic.worker.equivalence.small_copy import SmallCopy, converted
+from elastic.worker.equivalence.small_copy import SmallCopy
 from elastic.worker.program.norms.batch_norms import norms_of
 
 # what is drawn for each row, of what may be: in no order
@@ -63,12 +63,11 @@ def drawn_together(small: SmallCopy, batch: Batch) -> str:
         return ""
     n = len(next(iter(batch.values())))
     rows = [i % n for i in range(ROWS)]
-    model = converted(copy.deepcopy(small.model), torch.float64).train()
-    trial, losses = Trial(small, model), []
+    trial, losses = Trial(small, small.anew(torch.float64).train()), []
     before = trial.buffers()
     tries = [(rows, None), *(([row] * ROWS, DRAWN[i]) for i, row in enumerate(rows))]
     for chosen, same in tries:
-        given = {key: x[chosen] for key, x in batch.items()}
+        given = double({key: x[chosen] for key, x in batch.items()})
         trial.put(before)
         try:
             with Still(), python_random(0.999), DrawnByRow(same) as drawn, torch.no_grad():

@@ -3,17 +3,17 @@ what follows from the samples of one rank."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from elastic.worker.equivalence.compare_values import double
 from elastic.worker.equivalence.forward_trace import Batch, python_random
 from elastic.worker.equivalence.no_randomness import Still
 from elastic.worker.equivalence.passes.python_numbers import numbers_beside, numbers_of
-from elastic.worker.equivalence.small_copy import SmallCopy, converted
+from elastic.worker.equivalence.small_copy import SmallCopy
 from elastic.worker.program.calls import call_model, loss_of
 from elastic.worker.program.norms.batch_norms import norms_of
 
@@ -38,10 +38,10 @@ def kept_by_passes(small: SmallCopy, batch: Batch) -> KeptByPasses:
     judged here."""
     if flop_of(small, batch) * 3 > MOST_FLOP:
         return KeptByPasses()
-    model = copy.deepcopy(small.model)
-    model.train(not small.program.batch_dependent)
-    trial = Trial(small, model)
     try:
+        model = small.anew(torch.float32)
+        model.train(not small.program.batch_dependent)
+        trial = Trial(small, model)
         with Still(), python_random(0.999):
             trial.run(_rows(batch, 0, ROWS))
             once = trial.run(_rows(batch, 0, ROWS))
@@ -86,19 +86,17 @@ def gradients_see_others(small: SmallCopy, batch: Batch) -> str:
 def _apart(small: SmallCopy, batch: Batch, times: float) -> tuple[str, float]:
     """The parameter whose gradient of two samples differs most from the sum of two, and by how much
     of its largest element."""
-    model = converted(copy.deepcopy(small.model), torch.float64).train()
+    model = small.anew(torch.float64).train()
     trial = Trial(small, model)
     before, found = trial.buffers(), []
     rows = [(0, ROWS), *((i, i + 1) for i in range(ROWS))]
     with Still(), python_random(0.999):
         for start, stop in rows:
             trial.put(before)
-            part = {
-                key: x.double() if x.is_floating_point() else x
-                for key, x in _rows(batch, start, stop).items()
-            }
-            trial.run(part, times)
-            found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            trial.run(double(_rows(batch, start, stop)), times)
+            found.append(
+                {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            )
     together, *each = found
     most = max((float(g.abs().max()) for g in together.values() if g.numel()), default=0.0)
     worst = ("", 0.0)

@@ -71,7 +71,7 @@ def _function(call: Any) -> tuple[FunctionType | None, list[Any]]:
         elif isinstance(call, MethodType):
             held.append(call.__self__)
             call = call.__func__
-        elif isinstance(inner := getattr(type(call), "__call__", None), FunctionType):
+        elif isinstance(inner := vars(type(call)).get("__call__"), FunctionType):
             held.append(call)
             call = inner
         else:
