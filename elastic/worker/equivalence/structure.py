@@ -280,7 +280,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
             "samples of one rank"
         )
     alike = [name for name, found in of_samples.items() if not found and not norm]
-    if alike:
+    if alike and program.batch_dependent:
         more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
         notes.append(
             f"each forward pass writes the buffer {alike[0]}{more}: how many there are in a step "
