@@ -63,5 +63,5 @@ EXPECT = {
     "dp": "equal",
     "tp": "equal",
     "cp": "refused: elastic.attention",
-    "pp": "refused: calls|layers",
+    "pp": "equal",
 }
