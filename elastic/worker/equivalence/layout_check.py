@@ -222,13 +222,7 @@ def _compared(
         check_rows(small, batch)
     except Exception as error:  # noqa: BLE001 - the user's model
         return replace(found, skipped=_not_compared(error), steady=False)
-    why_not, closed_by_it = _in_one_process(small, batch, words=words)
-    wrong = dict.fromkeys([axis for axis in axes if axis in closed_by_it], why_not)
-    structure = replace(
-        structure,
-        at_once=structure.at_once or bool(why_not),
-        **{f"no_{axis}": why for axis, why in wrong.items()},  # type: ignore[arg-type]
-    )
+    structure, wrong = _by_one_process(structure, small, batch, axes=axes, words=words)
     axes = [axis for axis in axes if axis not in wrong]
     found = replace(found, structure=structure)
     job, equal, limit, took = job_of_copy(asked.job), dict(found.equal or {}), 0, 0.0
@@ -269,6 +263,16 @@ def _compared(
             structure = replace(structure, notes=(*structure.notes, *note))
     most = min(filter(None, (limit, found.tp_limit)), default=0)
     return replace(found, structure=structure, equal=equal, tp_limit=most)
+
+
+def _by_one_process(
+    structure: Structure, small: SmallCopy, batch: Batch, *, axes: Sequence[str], words: Words
+) -> tuple[Structure, dict[str, str]]:
+    """What is found of these axes without another process."""
+    why_not, closed = _in_one_process(small, batch, words=words)
+    wrong = dict.fromkeys([axis for axis in axes if axis in closed], why_not) if why_not else {}
+    found: dict[str, Any] = {f"no_{axis}": why for axis, why in wrong.items()}
+    return replace(structure, at_once=structure.at_once or bool(why_not), **found), wrong
 
 
 def _in_one_process(small: SmallCopy, batch: Batch, *, words: Words) -> tuple[str, tuple[str, ...]]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic.worker.equivalence.compare_values import double
 from elastic.worker.equivalence.forward_trace import Batch, python_random
 from elastic.worker.equivalence.no_randomness import Still
-from elastic.worker.equivalence.passes.kept_by_passes import MOST_FLOP, Trial, flop_of
+from elastic.worker.equivalence.passes.kept_by_passes import MOST_FLOP, ModelPasses, flop_of
 from elastic.worker.equivalence.small_copy import SmallCopy
 from elastic.worker.program.norms.batch_norms import norms_of
 
@@ -63,7 +63,7 @@ def drawn_together(small: SmallCopy, batch: Batch) -> str:
         return ""
     n = len(next(iter(batch.values())))
     rows = [i % n for i in range(ROWS)]
-    trial, losses = Trial(small, small.anew(torch.float64).train()), []
+    trial, losses = ModelPasses(small, small.anew(torch.float64).train()), []
     before = trial.buffers()
     tries = [(rows, None), *(([row] * ROWS, DRAWN[i]) for i, row in enumerate(rows))]
     for chosen, same in tries:

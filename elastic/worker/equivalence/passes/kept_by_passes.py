@@ -41,7 +41,7 @@ def kept_by_passes(small: SmallCopy, batch: Batch) -> KeptByPasses:
     try:
         model = small.anew(torch.float32)
         model.train(not small.program.batch_dependent)
-        trial = Trial(small, model)
+        trial = ModelPasses(small, model)
         with Still(), python_random(0.999):
             trial.run(_rows(batch, 0, ROWS))
             once = trial.run(_rows(batch, 0, ROWS))
@@ -87,7 +87,7 @@ def _apart(small: SmallCopy, batch: Batch, times: float) -> tuple[str, float]:
     """The parameter whose gradient of two samples differs most from the sum of two, and by how much
     of its largest element."""
     model = small.anew(torch.float64).train()
-    trial = Trial(small, model)
+    trial = ModelPasses(small, model)
     before, found = trial.buffers(), []
     rows = [(0, ROWS), *((i, i + 1) for i in range(ROWS))]
     with Still(), python_random(0.999):
@@ -121,7 +121,7 @@ class _Left:
     changed: list[str] = field(default_factory=list)  # numbers
 
 
-class Trial:
+class ModelPasses:
     """Passes of one model."""
 
     def __init__(self, small: SmallCopy, model: nn.Module) -> None:
