@@ -43,6 +43,11 @@ def check_axes(model: ModelProfile, job: Job, layout: Layout) -> None:
     for axis in ("cp", "ep") if job.compile else ():
         if (n := getattr(layout, axis)) > 1:
             raise InfeasiblePlan(f"{axis}={n} does not go with compile: true")
+    if job.microbatch_tokens and not model.together:
+        raise InfeasiblePlan(
+            "microbatch_tokens cuts what a rank has of a step, and results of this program depend "
+            "on which samples stand together; leave microbatch_tokens out"
+        )
     if layout.pp > 1 and job.microbatch_tokens:
         raise InfeasiblePlan(
             f"pp={layout.pp} needs micro-batches of one shape, which microbatch_tokens does not "

@@ -362,6 +362,7 @@ def _values(
             dp = coordinates(layout, me).dp(layout)
             start = sum(plan.samples[:dp])
             rows = {key: x[start : start + plan.samples[dp]] for key, x in batch.items()}
+            state.buffers.note()
             with Outputs(state.models, n_rows) as here:
                 loss, _ = stepper.forward_backward([rows], train=True)
             own = state.gradients()

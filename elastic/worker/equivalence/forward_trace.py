@@ -26,6 +26,7 @@ from elastic.program import Program
 from elastic.types import coarsest
 from elastic.user_frames import raised_at
 from elastic.version import PACKAGE
+from elastic.worker.equivalence.passes.python_numbers import numbers_of
 from elastic.worker.parallel.draw_requests import arguments_of
 from elastic.worker.program.calls import inputs_of, keywords_of, tensors_in
 from elastic.worker.program.norms.batch_norms import by_hand
@@ -39,7 +40,6 @@ PYTHON, NUMPY = "Python's random", "numpy's random"
 FAR = 100_000  # a value that Python asks for, in passes that try what large ones do
 MORE_OPERATIONS = 10_000  # than a pass before had: a loop over such a value
 NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-MOST_NUMBERS = 1000  # of a list that is looked into
 NONE: Labels = frozenset()
 INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 INTERNAL = (str(Path(torch.__file__).parent), str(PACKAGE / "worker"))
@@ -411,30 +411,6 @@ def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
     elif depth < 3 and isinstance(value, list | tuple | deque | dict):
         for item in list(value.values() if isinstance(value, dict) else value):
             yield from _tensors_of(item, depth + 1)
-
-
-def numbers_of(model: nn.Module) -> dict[str, int | float]:
-    """What modules keep as numbers of Python: as attributes, in lists and dicts there, and in plain
-    objects of the program's own."""
-    found: dict[str, int | float] = {}
-    for name, module in model.named_modules():
-        own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        found.update(_numbers_in(own, name, 3))
-    return found
-
-
-def _numbers_in(value: Any, name: str, depth: int) -> Iterator[tuple[str, int | float]]:
-    if isinstance(value, int | float):
-        yield name, value
-        return
-    if isinstance(value, list | tuple | deque):
-        value = dict(enumerate(value))
-    elif not isinstance(value, dict):
-        plain = not isinstance(value, nn.Module | Tensor | type) and hasattr(value, "__dict__")
-        value = vars(value) if plain and not type(value).__module__.startswith("torch") else {}
-    if depth and len(value) < MOST_NUMBERS:
-        for key, item in list(value.items()):
-            yield from _numbers_in(item, f"{name}.{key}".removeprefix("."), depth - 1)
 
 
 @contextmanager

@@ -41,6 +41,8 @@ from elastic.worker.equivalence.compare_values import (
 )
 from elastic.worker.equivalence.forward_trace import Batch, told
 from elastic.worker.equivalence.loss_is_sum import check_before_start
+from elastic.worker.equivalence.passes.drawn_together import drawn_together
+from elastic.worker.equivalence.passes.kept_by_passes import gradients_see_others, kept_by_passes
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
 from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
 from elastic.worker.equivalence.structure import Structure, structure_of
@@ -172,6 +174,7 @@ def _trusted(found: Structure, axes: Sequence[str]) -> Structure:
     values: dict[str, Any] = (
         asdict(found) | dict.fromkeys(known, "") | {"notes": (*found.notes, *notes)}
     )
+    values["at_once"] = found.at_once and "dp" not in axes
     return Structure(**values)
 
 
@@ -219,8 +222,7 @@ def _compared(
         check_rows(small, batch)
     except Exception as error:  # noqa: BLE001 - the user's model
         return replace(found, skipped=_not_compared(error), steady=False)
-    wrong = _in_one_process(small, batch, axes, words=words)
-    structure = replace(structure, **{f"no_{axis}": why for axis, why in wrong.items()})  # type: ignore[arg-type]
+    structure, wrong = _by_one_process(structure, small, batch, axes=axes, words=words)
     axes = [axis for axis in axes if axis not in wrong]
     found = replace(found, structure=structure)
     job, equal, limit, took = job_of_copy(asked.job), dict(found.equal or {}), 0, 0.0
@@ -246,7 +248,9 @@ def _compared(
             found = replace(found, steady=found.steady and not lost)
             mend = MENDS[axis].format(tp=words.tp) + words.lost * lost
             why: dict[str, Any] = {f"no_{axis}": f"{one.layout}: {one.problem}{mend}"}
-            structure = replace(structure, **why)
+            # a part of the samples in a pass of one rank is what two ranks have
+            at_once = structure.at_once or (axis == "dp" and one.problem.startswith(OTHERWISE))
+            structure = replace(structure, at_once=at_once, **why)
             continue
         if one.unclear:
             structure = replace(
@@ -261,15 +265,28 @@ def _compared(
     return replace(found, structure=structure, equal=equal, tp_limit=most)
 
 
-def _in_one_process(
-    small: SmallCopy, batch: Batch, axes: Sequence[str], *, words: Words
-) -> dict[str, str]:
-    """Axes that are closed by what one process computes, and why."""
-    if why := kept_between(small, batch):
-        return dict.fromkeys(axes, why)
-    if words is OF_A_PROGRAM and "dp" in axes and (why := sees_others(small, batch)):
-        return {axis: why for axis in axes if axis in ("dp", "pp", "ep")}
-    return {}
+def _by_one_process(
+    structure: Structure, small: SmallCopy, batch: Batch, *, axes: Sequence[str], words: Words
+) -> tuple[Structure, dict[str, str]]:
+    """What is found of these axes without another process."""
+    why_not, closed = _in_one_process(small, batch, words=words)
+    wrong = dict.fromkeys([axis for axis in axes if axis in closed], why_not) if why_not else {}
+    found: dict[str, Any] = {f"no_{axis}": why for axis, why in wrong.items()}
+    return replace(structure, at_once=structure.at_once or bool(why_not), **found), wrong
+
+
+def _in_one_process(small: SmallCopy, batch: Batch, *, words: Words) -> tuple[str, tuple[str, ...]]:
+    """What is wrong with what one process computes, and the axes that are closed by it."""
+    left = kept_by_passes(small, batch)
+    if why := kept_between(small, batch) or left.lost:
+        return why, tuple(FAMILIES)
+    if why := left.of_samples:
+        return why, ("dp", "pp", "ep", "cp")
+    if words is OF_A_PROGRAM:
+        for sees in (sees_others, gradients_see_others, drawn_together):
+            if why := sees(small, batch):
+                return why, ("dp", "pp", "ep")
+    return "", ()
 
 
 def _not_compared(error: Exception) -> str:
@@ -286,6 +303,7 @@ OF_A_CALL = Words(
 OF_A_FIRST_CALL = replace(
     OF_A_CALL, value="the weighted sum of what its first run.model(...), before training, gives for"
 )
+OTHERWISE = "it computes"  # another function, or other gradients
 UNSTEADY = "its ranks"  # have lost each other: it may have been the machine
 MENDS = {
     "dp": "",

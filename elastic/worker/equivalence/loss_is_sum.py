@@ -46,6 +46,7 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> None:
     values too. What cannot run without values and is too large to be run with them is not judged:
     the workers run it."""
     program = with_job(program, job)
+    _check_lr_factor(program)
     with torch.random.fork_rng(devices=[]):
         try:
             model = build_meta(program)
@@ -68,6 +69,19 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> None:
         if stopped is not None:
             log.info("its loss was not looked at: %s", " ".join(str(stopped).split())[:200])
             _check_with_values(program, lambda: first_sample(job, dataset, 1), stopped)
+
+
+def _check_lr_factor(program: Program) -> None:
+    """Raises ProgramError for one that counts its calls: a step that is done again asks again, and
+    a new worker has not asked before."""
+    if program.lr_factor is None:
+        return
+    once, again = program.lr_factor(1), program.lr_factor(1)
+    if once != again:
+        raise ProgramError(
+            f"Program.lr_factor gives {once:g} for step 1, and {again:g} where it is asked again; "
+            "it must follow from the number of the step alone"
+        )
 
 
 def _check_with_values(program: Program, batch: Callable[[], Batch], stopped: Exception) -> None:

@@ -53,7 +53,9 @@ class SmallCopy:
             converted(self.model, torch.float32)
         perturb(self.model)
         quiet(self.model)
-        for norm in norms_of([self.model]):
+        norms = norms_of([self.model])
+        self._source = program.model if whole and not norms else None
+        for norm in norms:
             norm.group = min(norm.group, GROUP)
         self.flop = 6.0 * n_multiplied(self.model)  # of a position's passes
         self._passes: list[tuple[Batch, Pass]] = []
@@ -107,6 +109,17 @@ class SmallCopy:
         model = converted(copy.deepcopy(self.model), dtype)
         model.train(not self.program.batch_dependent)
         return one_pass(self.program, model, batch, cp=cp)
+
+    def anew(self, dtype: torch.dtype) -> nn.Module:
+        """A model with the copy's weights that the program has built, where that goes: functions
+        that it was given as hooks are about this one, which those of a copy are not."""
+        if self._source is None:
+            return converted(copy.deepcopy(self.model), dtype)
+        torch.manual_seed(0)
+        model = self._source()
+        quiet(model)
+        model.load_state_dict(self.model.state_dict())
+        return converted(model, dtype)
 
     def _build(self) -> nn.Module:
         on_meta = torch.get_default_device().type == "meta"

@@ -41,7 +41,7 @@ from elastic.worker.program.norms.batch_norms import norms_of
 @dataclass(frozen=True)
 class Structure:
     """Why an axis is closed to a program, '' = its structure allows it; and what a person should
-    know of it."""
+    know of it. `at_once`: a rank must compute all samples of its step in one pass."""
 
     no_dp: str = ""
     no_tp: str = ""
@@ -51,6 +51,7 @@ class Structure:
     draws: bool = False
     computes_in: str = ""
     notes: tuple[str, ...] = ()
+    at_once: bool = False
 
     def close(self, profile: ModelProfile) -> ModelProfile:
         """The profile of a model that has this structure."""
@@ -67,6 +68,7 @@ class Structure:
             draws=profile.draws or self.draws,
             computes_in=coarsest((profile.computes_in, self.computes_in)),
             notes=(*profile.notes, *self.notes),
+            together=0 if self.at_once else profile.together,
         )
 
 
@@ -278,7 +280,7 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
             "samples of one rank"
         )
     alike = [name for name, found in of_samples.items() if not found and not norm]
-    if alike:
+    if alike and program.batch_dependent:
         more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
         notes.append(
             f"each forward pass writes the buffer {alike[0]}{more}: how many there are in a step "
@@ -290,7 +292,12 @@ def _of_shares(program: Program, one: Followed, other: Followed) -> Structure:
             f"{one.keeps[0]}{more} keeps a value of the samples of one rank: if a later pass "
             "reads it, layouts differ"
         )
-    return Structure(no_dp, no_tp, no_cp, no_pp, computes_in=one.computes_in, notes=tuple(notes))
+    # BatchNorm by micro-batches is what the job asks for
+    at_once = bool(no_dp) and not norm and not one.python_random
+    return Structure(
+        no_dp, no_tp, no_cp, no_pp, computes_in=one.computes_in, notes=tuple(notes),
+        at_once=at_once,
+    )  # fmt: skip
 
 
 def _of_samples(label: str) -> bool:

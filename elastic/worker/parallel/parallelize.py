@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from elastic.errors import ProgramError
 from elastic.models.experts import expert_modules, share_out
 from elastic.program import Program
 from elastic.types import ModelProfile
@@ -82,11 +83,38 @@ def _whole_output(_: nn.Module, args: object, output: Any) -> Any:
 def _shard(module: nn.Module, mesh: DeviceMesh, how: dict[str, Any]) -> None:
     """With plain sums over ranks: the loss is divided by the step's global token count after the
     commit all-reduce."""
+    _check_shardable(module)
     fully_shard(module, mesh=mesh, **how)
     assert isinstance(module, FSDPModule)
     module.set_force_sum_reduction_for_comms(True)
     if mesh.size() > 1:  # where a rank is alone, FSDP2 would copy its gradients to divide them by 1
         module.set_gradient_divide_factor(1.0)
+
+
+def _check_shardable(module: nn.Module) -> None:
+    """Raises ProgramError for what FSDP does not take, of the parameters that no module inside has
+    for itself."""
+    inside = (one for one in module.modules() if isinstance(one, FSDPModule))
+    held = {id(p) for one in inside for p in one.parameters()}
+    own = [(name, p) for name, p in module.named_parameters() if id(p) not in held]
+    for name, p in own:
+        if not p.ndim:
+            raise ProgramError(
+                f"{name} is a scalar, which FSDP cannot shard; make it a tensor of one element "
+                "(torch.ones(1))"
+            )
+    trained = [(name, p) for name, p in own if p.requires_grad]
+    for name, p in trained:
+        first, other = trained[0]
+        if p.dtype != other.dtype:
+            raise ProgramError(
+                f"{first} is {_type(other)} and {name} {_type(p)}: FSDP shards both in one piece, "
+                "which has one type; give them the same"
+            )
+
+
+def _type(p: nn.Parameter) -> str:
+    return str(p.dtype).removeprefix("torch.")
 
 
 def _apply_tp(model: nn.Module, program: Program, mesh: DeviceMesh) -> None:

@@ -46,13 +46,16 @@ from elastic.worker.program.owned.optimizer_counters import (
 from elastic.worker.program.owned.shape_trial import indexed, owned_specs
 
 DRY_STEPS = 3
-MORE_STEPS = 9  # after which steps that are other ones now and then (every 5th) have come
+# after which steps that are other ones now and then (every 5th, or from the 20th on) have come
+MORE_STEPS = 30
+STEEP = 1e4  # times the others: the last of the dry gradients, which is beyond whoever clips
 ONLY = (
     "an optimizer must step each tensor by itself, without a closure and without communication "
     "(AdamW, Muon, Adafactor ... do)"
 )
 PART, WHOLE = 2, 3  # rows of a tiny replica; a part has one less in every dimension
 LARGE = (64, 128)  # of many optimizers' thresholds the commonest is 4096 elements
+SMALL = (2, 2)  # what a rank may have of it
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,8 @@ class _Dry:
             {s.fqn: torch.rand(_tiny(s), generator=draws[s.fqn]) - 0.3 for s in self.specs}
             for _ in range(DRY_STEPS)
         ]
+        for steep in self.gradients[-1].values():
+            steep.mul_(STEEP)
         self.named = {
             fqn: nn.Parameter(self._part(value).clone()) for fqn, value in self.values.items()
         }
@@ -442,8 +447,8 @@ def _same_when_large(
     *,
     owners: Mapping[str, str],
 ) -> dict[str, OptimizerSpec]:
-    """Those that keep for large matrices what they keep for tiny ones: some hold in few bits what
-    is large enough, in blocks that no part may cut."""
+    """Those that keep for large matrices what they keep for tiny ones, and step them alike: some
+    hold in few bits what is large enough, in blocks that no part may cut."""
     same = {}
     for name, wanted in kept.items():
         fqn = max(
@@ -451,17 +456,24 @@ def _same_when_large(
         ).fqn
         optimizer, large = _large_step(program, every, fqn)
         state = optimizer.state[large]
-        if all(type(state[key]) is torch.Tensor for key in wanted.entries if key in state):
+        plain = all(type(state[key]) is torch.Tensor for key in wanted.entries if key in state)
+        _, corner = _large_step(program, every, fqn, shape=SMALL)
+        if plain and _close(large[: SMALL[0], : SMALL[1]], corner):
             same[name] = wanted
     return same
 
 
 def _large_step(
-    program: Program, every: list[TensorSpec], fqn: str, *, dtype: str = "float32"
+    program: Program,
+    every: list[TensorSpec],
+    fqn: str,
+    *,
+    dtype: str = "float32",
+    shape: tuple[int, int] = LARGE,
 ) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-    """That of a large matrix, in the place of this parameter."""
-    values = torch.linspace(0.5, 1.0, prod(LARGE), dtype=getattr(torch, dtype))
-    large = nn.Parameter(values.view(LARGE))
+    """That of a large matrix, or of its corner, in the place of this parameter."""
+    values = torch.linspace(0.5, 1.0, prod(LARGE), dtype=getattr(torch, dtype)).view(LARGE)
+    large = nn.Parameter(values[: shape[0], : shape[1]].clone())
     optimizer = Optimizers(program, every, {fqn: large}).owner(fqn)
     large.grad = torch.full_like(large, 0.1)
     step_of(optimizer)

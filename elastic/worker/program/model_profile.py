@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -150,12 +151,21 @@ def unit_names(model: nn.Module, blocks: list[str]) -> list[str]:
     return found
 
 
+_built: WeakSet[nn.Module] = WeakSet()  # that are still there
+
+
 def build_meta(program: Program) -> nn.Module:
     """The program's module on the meta device."""
     with torch.device("meta"):
         model = program.model()
     if not isinstance(model, nn.Module):
         raise ProgramError(f"Program.model must return an nn.Module, not {type(model).__name__}")
+    if model in _built:
+        raise SpecError(
+            f"Program.model returned the same {type(model).__name__} a second time; it must build "
+            "a new one in each call, since elastic cuts the one it gets"
+        )
+    _built.add(model)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise SpecError(
@@ -185,6 +195,7 @@ def trace(program: Program) -> ModelProfile:
             text += "; it is called without values first: what reads some belongs into Program.init"
         raise SpecError(f"{at}{program.builds} raised {type(error).__name__}: {text}") from error
     check_patterns(model, program)
+    _check_memory(model)
     blocks = block_names(model, program.blocks)
     styles = tp_styles(model, program)
     experts = expert_modules(model, program.experts)
@@ -332,6 +343,35 @@ def extra_of(
         return ExtraState(program.extra_state)
     each = Optimizers(program, specs, {}).each
     return ExtraState(with_counters(program.extra_state, each, names))
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raises SpecError for a parameter whose memory another tensor of the model has too: one
+    process steps both at once, and elastic keeps each in memory of its own."""
+    named = {id(x): (n, x) for n, x in (*model.named_buffers(), *model.named_parameters())}
+    shared: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in named.values():
+        storage = tensor.untyped_storage() if tensor.numel() else None
+        for other, its in shared.get(storage._cdata, ()) if storage else ():
+            ranges = [_range(tensor), _range(its)]
+            apart = max(r.start for r in ranges) >= min(r.stop for r in ranges)
+            if apart or not (tensor.requires_grad or its.requires_grad):
+                continue
+            both = isinstance(its, nn.Parameter) and tensor.shape == its.shape
+            mend = f"make them one ({name} = {other}), or " if both else ""
+            raise SpecError(
+                f"{name} and {other} lie in the same memory, but are two tensors of the model: "
+                f"{mend}take a copy (.clone())"
+            )
+        if storage is not None:
+            shared.setdefault(storage._cdata, []).append((name, tensor))
+
+
+def _range(tensor: torch.Tensor) -> range:
+    """Of bytes in its storage."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in sizes)
+    return range(tensor.storage_offset() * tensor.itemsize, (last + 1) * tensor.itemsize)
 
 
 def fresh_buffers(program: Program, seed: int, profile: ModelProfile) -> dict[str, torch.Tensor]:

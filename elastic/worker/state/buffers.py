@@ -1,5 +1,6 @@
 """Buffers that a forward changes (running statistics, counters): what a step did to them that is
-not applied is taken back.
+not applied is taken back, and each pass of a step finds them as the first one did, so that a step
+of several passes leaves what one pass would leave.
 
 Every rank does it for its own, in the same step, since all of them skip the same steps.
 """
@@ -9,17 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
+
+from elastic.errors import ProgramError
 
 # a larger buffer is copied only where the forward of the first step has changed it
 SMALL_BYTES = 1 << 20
 
 
 class StepBuffers:
-    """`tensors`: the buffers in the training state that are on this rank. A module without any
-    costs nothing."""
+    """`tensors`: the buffers in the training state that are on this rank, `models`: the modules
+    that have them. A module without any costs nothing."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], models: Iterable[nn.Module] = ()) -> None:
         self.watched = list(tensors)
+        known = {tensor.data_ptr() for tensor in self.watched if tensor.numel()}
+        self._places = [
+            (module, name, buffer)
+            for model in models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.numel() and buffer.data_ptr() in known
+        ]
+        self._versions: list[int] = []
         # the values from before the forward; those of it, where it was taken back
         self._others: list[torch.Tensor] = []
         self._noted = self._taken_back = self._looked = False
@@ -27,15 +40,47 @@ class StepBuffers:
     @torch.no_grad()
     def note(self) -> None:
         """A forward is about to begin."""
+        self.settle()
         if not self._others:
             self._others = [torch.empty_like(tensor) for tensor in self.watched]
         for other, tensor in zip(self._others, self.watched, strict=True):
             other.copy_(tensor)
+        self._versions = [tensor._version for tensor in self.watched]
         self._noted, self._taken_back = True, False
+
+    @torch.no_grad()
+    def again(self) -> None:
+        """A forward of a step that has been noted is about to begin, and others may have been
+        before."""
+        self.settle()
+        if not self._noted or self._taken_back:
+            return
+        for i, (tensor, other) in enumerate(zip(self.watched, self._others, strict=True)):
+            if tensor._version != self._versions[i]:
+                tensor.copy_(other)
+                self._versions[i] = tensor._version
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """A buffer that a forward has put in the place of another (`self.n = self.n + 1`) is
+        written into that one, which is in the training state."""
+        for module, name, buffer in self._places:
+            now = module._buffers.get(name)
+            if now is None or now is buffer:
+                continue
+            if now.shape != buffer.shape:
+                raise ProgramError(
+                    f"forward gives the buffer {name} of {type(module).__name__} the shape "
+                    f"{list(now.shape)}, it had {list(buffer.shape)}; a buffer that is moved and "
+                    "stored keeps its shape"
+                )
+            buffer.copy_(now)
+            module._buffers[name] = buffer
 
     def keep(self) -> None:
         """The step is applied, with what its forward has done; also where that was taken back
         before."""
+        self.settle()
         if self._taken_back:
             self._exchange()
         if self._noted and not self._looked:
@@ -50,6 +95,7 @@ class StepBuffers:
     def take_back(self) -> None:
         """The step was aborted; it may still be applied (`keep`). Of one that is applied nothing is
         taken back."""
+        self.settle()
         if self._noted and not self._taken_back:
             self._exchange()
             self._taken_back = True

@@ -130,9 +130,8 @@ class TrainState:
         self.frozen = self._boxed(reread_boxes(profile, self.layout, self.layers, rank=self.rank))
         owned = {box.fqn for box in owned_boxes(profile, self.layout, self.layers, self.rank)}
         buffers = {f"model.{spec.fqn}" for spec in profile.specs if spec.buffer}
-        self.buffers = StepBuffers(
-            tensor for fqn, (_, tensor) in self.tensors.items() if fqn in buffers
-        )
+        watched = [tensor for fqn, (_, tensor) in self.tensors.items() if fqn in buffers]
+        self.buffers = StepBuffers(watched, self.models)
         self.owned_parameters = [fqn for fqn, _ in trainable if "model." + fqn in owned]
 
     def _stage(self, stage: int, groups: Groups, job: Job) -> nn.Module:

@@ -63,6 +63,7 @@ def evaluating(state: TrainState, job: Job, device: torch.device) -> Iterator[No
             state.train(False)
             yield
     finally:
+        state.buffers.settle()
         with torch.no_grad():
             for buffer, was in zip(buffers, before, strict=True):
                 buffer.copy_(was)

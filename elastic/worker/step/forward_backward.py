@@ -255,6 +255,8 @@ class ForwardBackward:
         self, drawing: StepDraws | None, rows: range, stage: int = 0, *, which: int = 0
     ) -> Iterator[None]:
         """A forward pass of these rows of a batch, through a stage, in a step."""
+        if not self.program.batch_dependent:  # else each pass adds its samples to what is kept
+            self.state.buffers.again()
         if drawing is not None:
             # stages of several groups go through all of the model's forward pass
             drawing.begin(which, rows, 0 if carries(self.program) else stage)

@@ -73,7 +73,7 @@ program = elastic.Program(
 
 EXPECT = {
     "dp": "refused: the buffer center",
-    "tp": "equal",
+    "tp": "refused: the buffer center",
     "cp": "refused: the buffer center",
     "pp": "refused: the buffer center",
 }

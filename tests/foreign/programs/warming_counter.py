@@ -59,9 +59,4 @@ program = elastic.Program(
     tp=TP,
 )
 
-EXPECT = {
-    "dp": "equal",
-    "tp": "equal",
-    "cp": "refused: elastic.attention",
-    "pp": "refused: calls|layers",
-}
+EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: elastic.attention", "pp": "equal"}

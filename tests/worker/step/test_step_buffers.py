@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from support.worker.worker_pool import Pool
 
 from elastic.config.optimization import Guards
 from elastic.data.order import sample_ids
-from elastic.errors import InternalError
+from elastic.errors import InternalError, ProgramError
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
 from elastic.types import Job, Layout, ModelProfile, Plan, ShardStored, StepDone, WorkerId
@@ -58,15 +59,17 @@ def begun() -> Iterator[Any]:
     """A fresh state of one rank, and its steps."""
     groups = Groups(0, Layout(), torch.device("cpu"))
 
-    def begin(guards: dict[str, Any]) -> tuple[TrainState, Stepper, Any]:
+    def begin(
+        guards: dict[str, Any], program: Program = COUNTING, plan: Plan = ALONE
+    ) -> tuple[TrainState, Stepper, Any]:
         job = job_of("tiny_counting.py", STEPS) | {
             "seed": bad_seed(),
             "guards": guards,
             "n_samples": 512,
         }
         state = TrainState(
-            COUNTING,
-            trace(COUNTING),
+            program,
+            trace(program),
             groups,
             layout=Layout(),
             layers=(4,),
@@ -74,8 +77,8 @@ def begun() -> Iterator[Any]:
             job=Job.from_plain(job),
         )
         state.fill_fresh(7)
-        dataset: Any = COUNTING.dataset and COUNTING.dataset()
-        stepper = Stepper(COUNTING, Job.from_plain(job), ALONE, state=state, groups=groups)
+        dataset: Any = program.dataset and program.dataset()
+        stepper = Stepper(program, Job.from_plain(job), plan, state=state, groups=groups)
         return (
             state,
             stepper,
@@ -90,6 +93,44 @@ def buffers_of(state: TrainState) -> dict[str, torch.Tensor]:
     return {
         name: state.tensors[f"model.head.{name}"][1].clone() for name in ("calls", "mean", "table")
     }
+
+
+def replacing() -> torch.nn.Module:
+    """Its forward puts other tensors in the places of its buffers."""
+    model = COUNTING.model()
+    head: Any = model.head
+
+    def before(module: Any, given: Any) -> None:
+        module.calls, module.mean = module.calls + 1, module.mean * 0.9 + 1.0
+
+    head.forward = partial(torch.nn.Linear.forward, head)
+    head.register_forward_pre_hook(before)
+    return model
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_step_of_several_passes_leaves_what_one_leaves(begun: Any, n: int) -> None:
+    """Also where a pass puts other tensors in the places of its buffers."""
+    for model in (COUNTING.model, replacing):
+        plan = replace(ALONE, n_microbatches=n)
+        state, stepper, batch = begun({}, replace(COUNTING, model=model), plan)
+        for _ in range(2):
+            stepper.run(batch(), CommitFields())
+        assert int(buffers_of(state)["calls"]) == 2
+    assert buffers_of(state)["mean"].tolist() == pytest.approx([1.9] * 32)
+    stepper.state.model(batch()[0]["input"])  # as in a step that is aborted
+    state.buffers.note()
+    stepper.state.model(batch()[0]["input"])
+    state.buffers.take_back()
+    assert int(buffers_of(state)["calls"]) == 3
+
+
+def test_a_buffer_that_changes_its_shape_is_named() -> None:
+    model = torch.nn.BatchNorm1d(2)
+    buffers = StepBuffers(list(model.buffers()), [model])
+    model.running_mean = torch.zeros(3)
+    with pytest.raises(ProgramError, match=r"running_mean of BatchNorm1d the shape \[3\]"):
+        buffers.settle()
 
 
 def test_gradients_that_were_read_after_an_abort_are_not_kept(

@@ -1,0 +1,1 @@
+"""What passes of one process keep for later ones, and what they see of samples together."""
