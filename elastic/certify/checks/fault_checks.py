@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import N_BLOCKS, job_of, layouts, live, plan_of
@@ -69,13 +70,7 @@ def abort_layouts(n: int) -> list[Layout]:
 def abort_task(lab: Lab) -> Task:
     found = abort_layouts(lab.place.ranks)
     names = tuple(f"abort {layout}" for layout in found)
-    return Task(
-        names,
-        lambda limit: _abort(lab, found, limit),
-        least_s=10.0,
-        weight=1.0,
-        where=lab.place.where,
-    )
+    return Task(names, partial(_abort, lab, found), least_s=10.0, weight=1.0, where=lab.place.where)
 
 
 def _abort(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
@@ -152,7 +147,7 @@ class Story:
 def story_task(lab: Lab) -> Task:
     return Task(
         ("kill", "growth", "notice"),
-        lambda limit: _story(lab, limit),
+        partial(_story, lab),
         least_s=20.0,
         weight=1.5,
         where=lab.place.where,
