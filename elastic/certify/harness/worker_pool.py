@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from elastic.certify.tasks import Failed, Limit, TaskRefused
 from elastic.types import (
+    Abort,
     Action,
     EnterPlan,
     Event,
@@ -23,6 +24,7 @@ from elastic.types import (
 )
 from elastic.types.orders import WorkerOrder
 from elastic.worker.hosting.session_processes import SessionProcess, SessionProcesses
+from elastic.worker.session.workplace import host_rendezvous
 
 # for anything that is waited for; a worker's bound in elastic.worker.hosting.liveness
 MOST_S = 60.0
@@ -41,7 +43,8 @@ class WorkerPool:
     # of the sessions that are open now
     log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)
     started_s: float = 0.0  # when the processes were started
-    _begun: bool = False
+    # where the ranks of a generation meet; dropping one frees who waits there
+    stores: dict[int, Any] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -54,7 +57,7 @@ class WorkerPool:
     @property
     def entered_any(self) -> bool:
         """Has a generation been ordered since the sessions were opened?"""
-        return self._begun
+        return bool(self.stores)
 
     def __enter__(self) -> WorkerPool:
         self.started_s = time.monotonic()
@@ -63,6 +66,7 @@ class WorkerPool:
 
     def __exit__(self, *exc: object) -> None:
         self.hosted.end()
+        self.stores.clear()
 
     # --------------------------------------------------------------------------------------- orders
 
@@ -72,7 +76,7 @@ class WorkerPool:
 
         Raises Refused where there is no place for one of them.
         """
-        self._begun = False
+        self.stores.clear()
         self.log.clear()
         self.hosted.renew([WorkerId(f"node{i}", 0) for i in range(self.n)])
         for i, process in enumerate(self.hosted.processes):
@@ -95,11 +99,16 @@ class WorkerPool:
 
     def enter(self, plan: Plan) -> None:
         """Orders the generation to its ranks and to those that only hold state."""
-        self._begun = True
-        self.hosted.meet(EnterPlan(plan), self.hosted.meeting(plan, MOST_S, MEETS_S))
+        rendezvous, self.stores[plan.generation] = host_rendezvous(
+            plan, self.hosted.host, MOST_S, store_s=MEETS_S
+        )
+        for worker in rendezvous.participants:
+            self.hosted.order(worker, WorkerOrder(EnterPlan(plan), rendezvous))
 
     def abort(self, generation: int, workers: Collection[WorkerId]) -> None:
-        self.hosted.abort(generation, workers)
+        self.stores[generation] = None
+        for worker in workers:
+            self.order(worker, Abort(generation))
 
     def stop(self, worker: WorkerId) -> None:
         """SIGSTOP: it hangs."""
