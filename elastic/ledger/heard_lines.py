@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
+from queue import SimpleQueue
 
 from elastic.ledger.journal import Line
 
 
 class HeardLines:
-    """`follow` runs in the thread, reads `come` until that yields None, and then ends."""
+    """`follow` runs in the thread, calls `take` until that is False, and then ends."""
 
     def __init__(self, follow: Callable[[], None], name: str) -> None:
         self._lines: SimpleQueue[Line | None] = SimpleQueue()
@@ -32,13 +32,14 @@ class HeardLines:
         self._closed.set()
         self._thread.join(most_s)
 
-    def come(self, every_s: float) -> Iterator[Line | None]:
-        """What has come since the last call, which is so long ago where more may come. None: no
-        more will."""
+    def take(self, every_s: float, take: Callable[[Line], object]) -> bool:
+        """Gives `take` what has come since the last call, which is so long ago where more may come.
+        False: no more will."""
         self._closed.wait(max(0.0, self._next_s - time.monotonic()))
         self._next_s = time.monotonic() + every_s
-        try:
-            while True:
-                yield self._lines.get_nowait()
-        except Empty:
-            return
+        while not self._lines.empty():
+            line = self._lines.get()
+            if line is None:
+                return False
+            take(line)
+        return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from elastic.ledger.heard_lines import HeardLines
@@ -60,11 +61,12 @@ class LiveNumbers:
 
     def _follow(self) -> None:
         try:
-            self._take(self._earlier(), live=False)
+            for line in self._earlier():
+                self._take(line, live=False)
         except Exception as error:  # noqa: BLE001 - storage, or a journal of another version
             log.warning("%s: numbers begin with this driver (%s)", self._run.name, error)
             self._numbers = RunNumbers()
-        while self._take(self._lines.come(TAKEN_EVERY_S), live=True):
+        while self._lines.take(TAKEN_EVERY_S, partial(self._take, live=True)):
             self._tick()
         self._tick()
 
@@ -74,18 +76,13 @@ class LiveNumbers:
             return ()
         return (line for line in self._run.lines() if line.epoch < self._epoch)
 
-    def _take(self, lines: Iterable[Line | None], live: bool) -> bool:
-        """False: there are no more to come."""
-        for line in lines:
-            if line is None:
-                return False
-            if line.epoch < self._numbers.state.epoch:
-                continue  # its writer had lost its lease
-            for change in changes((line,), self._numbers.state):
-                self._numbers.take(change)
-                for reader in self._readers:
-                    reader.take(change, self._numbers, live)
-        return True
+    def _take(self, line: Line, live: bool) -> None:
+        if line.epoch < self._numbers.state.epoch:
+            return  # its writer had lost its lease
+        for change in changes((line,), self._numbers.state):
+            self._numbers.take(change)
+            for reader in self._readers:
+                reader.take(change, self._numbers, live)
 
     def _tick(self) -> None:
         for reader in self._readers:

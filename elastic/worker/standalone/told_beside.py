@@ -92,13 +92,8 @@ class ToldBeside:
             for line in self._before:
                 self._put(write_line(line))
             self._before = ()
-            more = True
-            while more:
-                for found in self._lines.come(WAIT_S):
-                    if found is None:
-                        more = False
-                        break
-                    self._put(write_line(found))
+            while self._lines.take(WAIT_S, lambda line: self._put(write_line(line))):
+                pass
         except OSError:
             self._gone = True
             log.warning("numbers of the run are told no more: the process that does has ended")

@@ -337,11 +337,14 @@ def test_numbers_of_a_long_run_cost_little() -> None:
 
 def test_lines_are_taken_in_batches() -> None:
     """The driver that writes a line wakes nobody."""
-    seen = list[list[Line | None]]()
+    seen = list[list[Line]]()
 
     def follow() -> None:
-        while not seen or None not in seen[-1]:
-            seen.append([*given.come(60.0)])
+        more = True
+        while more:
+            batch: list[Line] = []
+            more = given.take(60.0, batch.append)
+            seen.append(batch)
 
     given = HeardLines(follow, "seen")
     given.start()
@@ -350,4 +353,4 @@ def test_lines_are_taken_in_batches() -> None:
     given.hear(first)
     given.hear(second)
     given.close(10.0)
-    assert seen == [[], [first, second, None]]
+    assert seen == [[], [first, second]]
