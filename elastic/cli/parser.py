@@ -74,13 +74,26 @@ def verb(verbs: Any, name: str, handler: Handler, *, about: str) -> argparse.Arg
         name, help=about, description=about[:1].upper() + about[1:] + "."
     )
     made.set_defaults(handler=handler, verb=made)
-    made.add_argument("--json", action="store_true", help="print JSON")
-    made.add_argument(
-        "--storage",
-        metavar="URI",
-        help="folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)",
+    option(made, "--json", "print JSON")
+    option(
+        made,
+        "--storage URI",
+        "folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)",
     )
     return made
+
+
+def option(made: Any, usage: str, help_: str, **more: Any) -> None:
+    """`usage`: as `--cluster FILE`, `--json` (a flag) or `JOB` (no option, but an argument).
+    `more`: for argparse."""
+    names, metavar = usage.split(), None
+    if not names[-1].startswith("-"):
+        metavar = names.pop()
+    elif not more:
+        more = {"action": "store_true"}
+    made.add_argument(
+        *(names or [usage.lower()]), help=help_, **({"metavar": metavar} if metavar else {}), **more
+    )
 
 
 def run_verb(
@@ -88,7 +101,7 @@ def run_verb(
 ) -> argparse.ArgumentParser:
     """A verb about one RUN. `optional`: the handler finds out which one is meant."""
     made = verb(verbs, name, handler, about=about)
-    made.add_argument("run", metavar="RUN", help=RUN, nargs="?" if optional else None)
+    option(made, "RUN", RUN, nargs="?" if optional else None)
     return made
 
 
@@ -100,14 +113,14 @@ def verb_group(verbs: Any, name: str, about: str) -> Any:
     )
 
 
-def add_overrides(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
+def add_overrides(made: Any) -> None:
+    option(
+        made,
+        "--set KEY=VALUE",
+        "over job.yaml; repeatable",
         action="append",
         default=[],
         dest="overrides",
-        help="over job.yaml; repeatable",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from elastic.api import simulate, simulated_drill
 from elastic.api.planning import model_source
 from elastic.api.planning.quantities import hours_of
-from elastic.cli.parser import show, verb
+from elastic.cli.parser import add_overrides, option, show, verb
 from elastic.errors import SpecError
 from elastic.observe.plans import simulated
 
@@ -35,47 +35,36 @@ run. A folder has one file for each spot pool. docs/simulate.md says what is sim
 def add(verbs: Any) -> None:
     made = verb(verbs, "simulate", _answered, about=ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    made.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
-    made.add_argument(
-        "--script",
-        metavar="FILE",
-        help="or a training script that enters elastic.loop; its arguments come last, after --",
+    option(made, "JOB", "folder with job.yaml and program.py", nargs="?")
+    option(
+        made,
+        "--script FILE",
+        "or a training script that enters elastic.loop; its arguments come last, after --",
     )
-    made.add_argument("--cluster", metavar="FILE", help="its pools (default: the job's own)")
-    made.add_argument("--trace", metavar="PATH", default="", help="file, folder, or a past run")
-    made.add_argument("--fit", metavar="FILE", default="", help="make up markets like this trace")
-    made.add_argument(
-        "--calibrate", metavar="RUN", default="", help="start-up, pauses and steps as it measured"
+    option(made, "--cluster FILE", "its pools (default: the job's own)")
+    option(made, "--trace PATH", "file, folder, or a past run", default="")
+    option(made, "--fit FILE", "make up markets like this trace", default="")
+    option(made, "--calibrate RUN", "start-up, pauses and steps as it measured", default="")
+    option(
+        made,
+        "--drill DRILL",
+        "no market: what this drill does on the embedded cluster (with --calibrate)",
+        default="",
     )
-    made.add_argument(
-        "--drill", metavar="DRILL", default="",
-        help="no market: what this drill does on the embedded cluster (with --calibrate)",
-    )  # fmt: skip
-    made.add_argument(
-        "--deadline", metavar="TIME", default="", help="36h, 14d (default: the job's)"
-    )
-    made.add_argument(
-        "--compare", metavar="A,B", default="", help=f"of {', '.join(simulate.KNOWN)}"
-    )
-    made.add_argument(
-        "--policy", metavar="IMPORT", default="", help="module:function in the place of elastic's"
-    )
-    made.add_argument(
-        "--start-times", metavar="N", type=_starts, default=16, help="over the trace (default: 16)"
-    )
-    made.add_argument(
-        "--unannounced",
-        metavar="SHARE",
+    option(made, "--deadline TIME", "36h, 14d (default: the job's)", default="")
+    option(made, "--compare A,B", f"of {', '.join(simulate.KNOWN)}", default="")
+    option(made, "--policy IMPORT", "module:function in the place of elastic's", default="")
+    option(made, "--start-times N", "over the trace (default: 16)", type=_starts, default=16)
+    option(
+        made,
+        "--unannounced SHARE",
+        "of nodes taken without a notice (default: 0)",
         type=_part,
         default=0.0,
-        help="of nodes taken without a notice (default: 0)",
     )
-    made.add_argument("--seed", metavar="N", type=int, default=0, help="of made-up markets")
-    made.add_argument("--png", metavar="FILE", help="a picture of one simulated run")
-    made.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
-        help="over job.yaml",
-    )  # fmt: skip
+    option(made, "--seed N", "of made-up markets", type=int, default=0)
+    option(made, "--png FILE", "a picture of one simulated run")
+    add_overrides(made)
 
 
 def _starts(text: str) -> int:
@@ -129,9 +118,9 @@ def _answered(given: argparse.Namespace) -> int:
 
 
 def _drilled(given: argparse.Namespace) -> int:
-    for option in OF_MARKETS:
-        if getattr(given, option):
-            raise SpecError(f"--{option} is of markets, --drill of none; leave one of them out")
+    for name in OF_MARKETS:
+        if getattr(given, name):
+            raise SpecError(f"--{name} is of markets, --drill of none; leave one of them out")
     found = simulated_drill.simulate_drill(
         _subject(given), cluster=given.cluster, drill=given.drill, calibrate=given.calibrate
     )
