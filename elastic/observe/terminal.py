@@ -69,7 +69,7 @@ class Terminal:
         self._goodput: float | None = None
         self._accounted_s = float("-inf")
         self._console = Console(file=stream, highlight=False)
-        self._heard = HeardLines(self._follow, "elastic-terminal")
+        self._heard = HeardLines(self._follow, "elastic-terminal", STOP_MOST_S)
         self._said_at_s = 0.0
         # what is waited for, as it was printed last, and when anything was
         self._reason, self._printed_s = "", time.monotonic()
@@ -101,7 +101,7 @@ class Terminal:
 
     def stop(self) -> None:
         """Show what is left, then end."""
-        self._heard.close(STOP_MOST_S)
+        self._heard.close()
 
     def _take(self, line: Line) -> None:
         for change in changes((line,), self.view.state):

@@ -17,7 +17,6 @@ from elastic.policy.state.fold import Change, changes
 log = logging.getLogger(__name__)
 
 TAKEN_EVERY_S = 5.0  # lines, in a batch
-CLOSE_MOST_S = 10.0
 
 
 class JournalReader(Protocol):
@@ -29,7 +28,7 @@ class JournalReader(Protocol):
         """Every few seconds, and at the end."""
 
 
-class LiveNumbers:
+class LiveNumbers(HeardLines):
     """`tell`: called with all values every few seconds. Raises nothing into the run: what fails is
     said once in the log and asked no more."""
 
@@ -39,23 +38,9 @@ class LiveNumbers:
         tell: Sequence[Callable[[str, Sequence[Sample]], None]],
         readers: Sequence[JournalReader] = (),
     ) -> None:
+        super().__init__(self._follow, "live numbers")
         self._run, self._tell, self._readers = run, [*tell], [*readers]
-        self._lines = HeardLines(self._follow, "live numbers")
         self._numbers = RunNumbers()
-        self._before: Sequence[Line] = ()
-        self._epoch = 0
-
-    def start(self, before: Sequence[Line], epoch: int) -> None:
-        """`before`: the newest lines of earlier drivers; `epoch`: this driver's."""
-        self._before, self._epoch = before, epoch
-        self._lines.start()
-
-    def hear(self, line: Line) -> None:
-        self._lines.hear(line)
-
-    def close(self) -> None:
-        """Tells the rest; waits a bounded time for that."""
-        self._lines.close(CLOSE_MOST_S)
 
     # ----------------------------------------------------------------------------- in the thread
 
@@ -66,7 +51,7 @@ class LiveNumbers:
         except Exception as error:  # noqa: BLE001 - storage, or a journal of another version
             log.warning("%s: numbers begin with this driver (%s)", self._run.name, error)
             self._numbers = RunNumbers()
-        while self._lines.take(TAKEN_EVERY_S, partial(self._take, live=True)):
+        while self.take(TAKEN_EVERY_S, partial(self._take, live=True)):
             self._tick()
         self._tick()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from elastic.ledger.heard_lines import HeardLines
@@ -28,14 +28,13 @@ CLOSE_MOST_S = 30.0  # of which a callback may need the most
 PLANS_KEPT, STEPS_KEPT = 16, 4096
 
 
-class MetricsFiles:
+class MetricsFiles(HeardLines):
     """`on_step` is called with the row of each step, in order, when the next one has come: what is
     evaluated at a step is reported after it."""
 
     def __init__(self, run: RunFolder, on_step: OnStep | None = None) -> None:
+        super().__init__(self._follow, "metrics", CLOSE_MOST_S)
         self._run, self._on_step = run, on_step
-        self._lines = HeardLines(self._follow, "metrics")
-        self._before: Sequence[Line] = ()
         self._csv: MetricsCsv | None = None
         self._board: TensorBoardFiles | None = None
         self._waiting: list[Row] = []  # of steps, the newest last
@@ -47,24 +46,12 @@ class MetricsFiles:
         self._draws = False  # in TensorBoard
         self._flushed_s = self._kept_s = time.monotonic()
 
-    def start(self, before: Sequence[Line]) -> None:
-        """`before`: the newest lines of earlier drivers."""
-        self._before = before
-        self._lines.start()
-
-    def hear(self, line: Line) -> None:
-        self._lines.hear(line)
-
-    def close(self) -> None:
-        """Writes the rest; waits a bounded time for that."""
-        self._lines.close(CLOSE_MOST_S)
-
     # ----------------------------------------------------------------------------- in the thread
 
     def _follow(self) -> None:
         self._open()
         self._live = self._draws = True
-        while self._lines.take(FLUSH_S, self._take):
+        while self.take(FLUSH_S, self._take):
             now_s = time.monotonic()
             if now_s - self._flushed_s >= FLUSH_S:
                 self._flushed_s = now_s

@@ -270,7 +270,6 @@ def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(live_numbers, "TAKEN_EVERY_S", 0.01)
-    monkeypatch.setattr(live_numbers, "CLOSE_MOST_S", 0.2)
     release, returned, n_raised = threading.Event(), list[bool](), list[int]()
 
     def raises(run: str, samples: Sequence[Sample]) -> None:
@@ -281,6 +280,7 @@ def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
         returned.append(release.wait(WITHIN_S))
 
     live = LiveNumbers(RunFolder.of(open_storage(tmp_path)), [raises, hangs])
+    live._close_most_s = 0.2
     live.start([], 1)
     for line in lines():
         live.hear(line)
@@ -288,7 +288,7 @@ def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
     live.close()
     assert not returned
     release.set()
-    live._lines._thread.join()
+    live._thread.join()
     assert len(n_raised) == 1 and caplog.text.count("ray is gone") == 1
 
 
@@ -352,5 +352,5 @@ def test_lines_are_taken_in_batches() -> None:
     first, second, *_ = lines()
     given.hear(first)
     given.hear(second)
-    given.close(10.0)
+    given.close()
     assert seen == [[], [first, second]]
