@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from elastic import api
-from elastic.cli.parser import natural, option, run_verb, show, verb, verb_group
+from elastic.cli.parser import option, run_verb, show, verb, verb_group, whole
 from elastic.observe import find_runs, run_tables
 from elastic.program import WEIGHT_TYPES
 
@@ -39,7 +39,7 @@ def add(verbs: Any) -> None:
     option(made, "--into RUN", "name of the new run: elastic run JOB --run-name RUN", required=True)
     option(made, "--job JOB", "folder with job.yaml and program.py", required=True)
     option(
-        made, "--at-step N", "step that the run resumes from (default: 0)", type=natural, default=0
+        made, "--at-step N", "step that the run resumes from (default: 0)", type=whole(0), default=0
     )
     option(made, "--ignore-extra", "leave out tensors that the program does not have")
     made = run_verb(actions, "rm", _rm, about="remove those of a step, whole or interrupted")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import math
 import re
 import signal
 import sys
@@ -129,10 +130,32 @@ def overrides(given: argparse.Namespace) -> tuple[str, ...]:
     return (*given.overrides, *([f"storage={given.storage}"] if given.storage else []))
 
 
-def natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 0")
-    return int(text)
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Reads such a number."""
+    span = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        value = int(text) if text.isdigit() else -1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"'{text}' must be a whole number {span}")
+        return value
+
+    return read
+
+
+def number(right: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """Reads a number that `holds`; what would be `right` is said of another."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"'{text}' must be {right}")
+        return value
+
+    return read
 
 
 def opened(given: argparse.Namespace) -> RunFolder:

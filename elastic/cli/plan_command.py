@@ -20,11 +20,12 @@ from elastic.api.planning.phase_plans import of_phases
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
 from elastic.api.simulate import Simulation, simulate
-from elastic.cli.parser import add_overrides, option, show, verb
+from elastic.cli.parser import add_overrides, number, option, show, verb, whole
 from elastic.config.clusters import load_cluster
 from elastic.errors import SpecError
 from elastic.observe.plans import plan_bars, plan_tables, simulated
 from elastic.observe.plans.phase_table import phase_table
+from elastic.observe.reporting.pictures import asked_for
 from elastic.planner.offers import Aim, Purpose
 
 ABOUT = (
@@ -53,6 +54,9 @@ class PlanAnswer:
     lines: Sequence[str]
 
 
+SHARE = number("a share between 0 and 1, as in 0.8", lambda share: 0 < share < 1)
+
+
 def add(verbs: Any) -> None:
     made = verb(verbs, "plan", _answered, about=ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
@@ -69,9 +73,9 @@ def add(verbs: Any) -> None:
     option(why, "--within TIME", "3w, 10d, 36h; without counts of GPUs: how many it takes")
     option(why, "--budget USD", "dollars in all: 500, 200k, 1.5M")
     shown = made.add_argument_group("what is shown")
-    option(shown, "--top N", "offers (default: 5)", type=_positive, default=5)
+    option(shown, "--top N", "offers (default: 5)", type=whole(1), default=5)
     option(
-        shown, "--explain N", "where the time of offer N goes", type=_positive, nargs="?", const=1
+        shown, "--explain N", "where the time of offer N goes", type=whole(1), nargs="?", const=1
     )
     option(shown, "--png FILE", "a picture of that, all offers side by side")
     option(shown, "--what-if GPUS", "compare pools; repeatable", action="append", default=[])
@@ -82,7 +86,7 @@ def add(verbs: Any) -> None:
         "--trace PATH",
         "a line on time and dollars on this spot trace (elastic simulate says more)",
     )
-    option(shown, "--efficiency X", "(default: 0.8)", type=_share, default=0.8)
+    option(shown, "--efficiency X", "(default: 0.8)", type=SHARE, default=0.8)
 
 
 def _add_subject(made: argparse.ArgumentParser) -> None:
@@ -120,28 +124,12 @@ def _add_nodes(made: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1")
-    return int(text)
-
-
 def _batch(text: str) -> int:
-    if _positive(text) > MOST_SAMPLES:
+    if whole(1)(text) > MOST_SAMPLES:
         raise argparse.ArgumentTypeError(
             f"'{text}' must be at most {MOST_SAMPLES:,} sequences a step"
         )
     return int(text)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a share between 0 and 1, as in 0.8")
-    return share
 
 
 def _answered(given: argparse.Namespace) -> int:
@@ -215,18 +203,10 @@ def _plan(
         width = min(100, shutil.get_terminal_size().columns)
         lines += ["", *_colored(plan_bars.explain(data, given.explain, width))]
     if given.png:
-        data["png"] = _picture(data, given.png)
+        with asked_for(given.png):
+            data["png"] = str(plan_bars.save(data, given.png))
         lines += ["", f"picture: {data['png']}"]
     return PlanAnswer(data, lines)
-
-
-def _picture(data: Mapping[str, Any], path: str) -> str:
-    try:
-        return str(plan_bars.save(data, path))
-    except (OSError, ValueError) as error:
-        raise SpecError(
-            f"--png {path}: cannot be written ({error}); give a file that ends in .png"
-        ) from error
 
 
 def _colored(texts: Sequence[Text]) -> list[str]:

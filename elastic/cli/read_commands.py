@@ -7,13 +7,13 @@ import argparse
 import json
 import sys
 from functools import partial
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from elastic import api
 from elastic.api.diagnose import communicated, diagnosed
-from elastic.cli.parser import RUN, drawn_on, natural, opened, option, run_verb, show, verb
+from elastic.cli.parser import RUN, drawn_on, number, opened, option, run_verb, show, verb, whole
 from elastic.errors import JournalDamaged, SpecError
 from elastic.observe import find_runs, logs, run_tables
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
@@ -52,7 +52,7 @@ def add(verbs: Any) -> None:
         verbs.choices["report"],
         "--target-loss LOSS",
         "say what reaching this loss has cost",
-        type=_loss,
+        type=number("a number, as in 2.5", isfinite),
     )
     made = run_verb(
         verbs,
@@ -60,23 +60,13 @@ def add(verbs: Any) -> None:
         _logs,
         about="what the workers of a run have printed: the end of each one's file",
     )
-    option(made, "--last N", "lines of each (default: 20; 0 = all)", type=natural, default=20)
+    option(made, "--last N", "lines of each (default: 20; 0 = all)", type=whole(0), default=20)
     option(made, "--worker NAME", "only files whose name begins so, as in spot-1", default="")
     made = verb(
         verbs, "doctor", _doctor, about="check this machine; with RUN, what went wrong in that run"
     )
     option(made, "RUN", RUN, nargs="?")
     _add_dashboard(verbs)
-
-
-def _loss(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = nan
-    if not isfinite(value):
-        raise argparse.ArgumentTypeError(f"'{text}' must be a number, as in 2.5")
-    return value
 
 
 def _ls(given: argparse.Namespace) -> int:
@@ -235,7 +225,7 @@ def _add_dashboard(verbs: Any) -> None:
         "address to listen at (default: this machine alone; another one: its URL has a token)",
         default="127.0.0.1",
     )
-    option(made, "--port N", "port (default: 8270, or a free one; 0 = free)", type=natural)
+    option(made, "--port N", "port (default: 8270, or a free one; 0 = free)", type=whole(0))
     # what `elastic run --dashboard` starts
     option(made, "--beside-driver", argparse.SUPPRESS)
 

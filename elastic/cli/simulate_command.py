@@ -11,9 +11,10 @@ from typing import Any
 from elastic.api import simulate, simulated_drill
 from elastic.api.planning import model_source
 from elastic.api.planning.quantities import hours_of
-from elastic.cli.parser import add_overrides, option, show, verb
+from elastic.cli.parser import add_overrides, number, option, show, verb, whole
 from elastic.errors import SpecError
 from elastic.observe.plans import simulated
+from elastic.observe.reporting.pictures import asked_for
 
 ABOUT = "what a job will cost and take on a spot market: the real policy on months of traces"
 MOST_STARTS = 10_000
@@ -54,33 +55,23 @@ def add(verbs: Any) -> None:
     option(made, "--deadline TIME", "36h, 14d (default: the job's)", default="")
     option(made, "--compare A,B", f"of {', '.join(simulate.KNOWN)}", default="")
     option(made, "--policy IMPORT", "module:function in the place of elastic's", default="")
-    option(made, "--start-times N", "over the trace (default: 16)", type=_starts, default=16)
+    option(
+        made,
+        "--start-times N",
+        "over the trace (default: 16)",
+        type=whole(1, MOST_STARTS),
+        default=16,
+    )
     option(
         made,
         "--unannounced SHARE",
         "of nodes taken without a notice (default: 0)",
-        type=_part,
+        type=number("a share from 0 to 1, as in 0.1", lambda share: 0 <= share <= 1),
         default=0.0,
     )
     option(made, "--seed N", "of made-up markets", type=int, default=0)
     option(made, "--png FILE", "a picture of one simulated run")
     add_overrides(made)
-
-
-def _starts(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= MOST_STARTS:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number from 1 to {MOST_STARTS}")
-    return int(text)
-
-
-def _part(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a share from 0 to 1, as in 0.1")
-    return share
 
 
 OF_MARKETS = ("trace", "fit", "compare", "policy", "deadline", "unannounced", "png")
@@ -106,12 +97,8 @@ def _answered(given: argparse.Namespace) -> int:
     data = found.plain()
     lines = simulated.table(data)
     if given.png:
-        try:
+        with asked_for(given.png):
             data["png"] = str(simulated.save(found.one_run().history, data, given.png))
-        except (OSError, ValueError) as error:
-            raise SpecError(
-                f"--png {given.png}: cannot be written ({error}); give a file that ends in .png"
-            ) from error
         lines.append(f"picture: {data['png']}")
     show(given, data, lines)
     return 0

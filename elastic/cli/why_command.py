@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from elastic.cli.parser import natural, opened, option, run_verb, show
+from elastic.cli.parser import opened, option, run_verb, show, whole
 from elastic.observe import find_runs, why_lines
 from elastic.observe.terminal import STYLES
 from elastic.observe.why_lines import HEAD, KINDS, REST, Wanted, WhyRow
@@ -34,7 +34,7 @@ def add(verbs: Any) -> None:
     option(made, "--kind KIND", "only notes of this kind (below)", default="")
     option(made, "--since TIME", "from so long before the newest line on: 2h, 3d", type=_ago)
     option(made, "--until TIME", "until so long before the newest line", type=_ago)
-    option(made, "--last N", "only the last N lines", type=natural, default=0)
+    option(made, "--last N", "only the last N lines", type=whole(0), default=0)
 
 
 def _ago(text: str) -> float:
