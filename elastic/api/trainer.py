@@ -120,8 +120,9 @@ class ElasticTrainer:
     def _fitted(self) -> ray.train.Result:
         from elastic.cluster.ray_train import train_types
         from elastic.cluster.workers import train_function
+        from elastic.worker.loop.loop import here
 
-        if _in_a_script_of_ours():
+        if here.host is not None:
             raise SpecError(
                 "ElasticTrainer.fit() starts a run by itself: start this file with python, not "
                 "with elastic run --script"
@@ -240,12 +241,6 @@ def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[
             "Program; as it is it can only be restarted: elastic run --script FILE"
         )
     return program
-
-
-def _in_a_script_of_ours() -> bool:
-    from elastic.worker.loop.loop import here
-
-    return here.host is not None
 
 
 def _refuse_in_an_import() -> None:

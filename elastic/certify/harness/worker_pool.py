@@ -81,7 +81,7 @@ class WorkerPool:
         self.hosted.renew([WorkerId(f"node{i}", 0) for i in range(self.n)])
         for i, process in enumerate(self.hosted.processes):
             self._wait_for_place(process)
-            self.reopen(i, job, run)
+            self.hosted.open(i, job, run)
         self.until(lambda: len(self.events(NodePrepared)) >= self.n, "all workers prepared")
 
     def _wait_for_place(self, process: SessionProcess) -> None:
@@ -89,10 +89,6 @@ class WorkerPool:
         self.limit.look("a place for each worker")
         if why:
             raise Failed(why) if process.ended else TaskRefused(why)
-
-    def reopen(self, i: int, job: Mapping[str, Any], run: str) -> None:
-        """Worker `i` gets a new session, in a new process where the old one is gone."""
-        self.hosted.open(i, job, run)
 
     def order(self, worker: WorkerId, action: Action) -> None:
         self.hosted.order(worker, WorkerOrder(action))
@@ -109,14 +105,6 @@ class WorkerPool:
         self.stores[generation] = None
         for worker in workers:
             self.order(worker, Abort(generation))
-
-    def stop(self, worker: WorkerId) -> None:
-        """SIGSTOP: it hangs."""
-        self.hosted.stop(worker)
-
-    def kill(self, worker: WorkerId) -> None:
-        """SIGKILL; returns when it is gone."""
-        self.hosted.kill(worker)
 
     # ----------------------------------------------------------------------------------------- news
 
@@ -159,17 +147,14 @@ class WorkerPool:
             ]
             if bad:
                 raise Failed(f"while waiting for '{what}': {bad[0].worker}: {bad[0].error}")
-            self._look_for_dead(what, broken)
+            dead = [str(worker) for worker in self.workers if self.hosted.process(worker).ended]
+            if dead and not broken:
+                raise Failed(f"while waiting for '{what}': the process of {', '.join(dead)} ended")
             self.limit.look(what)
             if time.monotonic() > end_s:
                 raise Failed(
                     f"'{what}' did not happen within {most_s:.0f} s; the last news: {self._tail()}"
                 )
-
-    def _look_for_dead(self, what: str, broken: bool) -> None:
-        dead = [str(worker) for worker in self.workers if self.hosted.process(worker).ended]
-        if dead and not broken:
-            raise Failed(f"while waiting for '{what}': the process of {', '.join(dead)} ended")
 
     def _tail(self) -> str:
         return (
