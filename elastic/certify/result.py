@@ -27,10 +27,8 @@ class CertifyReport:
 
     @property
     def counts(self) -> str:
-        return ", ".join(
-            f"{self.count(verdict)} {word}"
-            for verdict, word in (("pass", "passed"), ("fail", "failed"), ("not run", "not run"))
-        )
+        words: dict[Verdict, str] = {"pass": "passed", "fail": "failed", "not run": "not run"}
+        return ", ".join(f"{self.count(verdict)} {word}" for verdict, word in words.items())
 
     @property
     def exit_code(self) -> int:
