@@ -36,13 +36,18 @@ def raised_at(error: BaseException) -> traceback.FrameSummary | None:
     return frames[-1] if frames else None
 
 
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame, that of its caller, and so on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def user_line() -> str:
     """Where the user's own files are now: the innermost of them, and its line; '' = nowhere."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in outwards(sys._getframe(1)):
         if not frame.f_code.co_filename.startswith(LIBRARIES):
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
     return ""
 
 

@@ -3,11 +3,19 @@ Imports none of it."""
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
 __version__ = "0.1.0"
 PACKAGE = Path(__file__).resolve().parent  # the folder of this package
+
+
+def python_path(*first: str) -> str:
+    """PYTHONPATH of a process that is to find this package, and what lies in the `first`
+    folders."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys(filter(None, (*first, str(PACKAGE.parent), *given))))
 
 
 def versions() -> dict[str, str]:

@@ -26,7 +26,7 @@ from elastic.observe.metrics.step_rows import rows_of
 from elastic.observe.run_view import view_of
 from elastic.program import Program
 from elastic.storage import Storage, open_storage
-from elastic.user_frames import plainly
+from elastic.user_frames import outwards, plainly
 
 if TYPE_CHECKING:
     import ray.train
@@ -123,8 +123,9 @@ class ElasticTrainer:
     def _fitted(self) -> ray.train.Result:
         from elastic.cluster.ray_train import train_types
         from elastic.cluster.workers import train_function
+        from elastic.worker.loop.loop import here
 
-        if _in_a_script_of_ours():
+        if here.host is not None:
             raise SpecError(
                 "ElasticTrainer.fit() starts a run by itself: start this file with python, not "
                 "with elastic run --script"
@@ -246,24 +247,16 @@ def _train_function(program: Any, config: Mapping[str, Any] | None) -> Callable[
     return program
 
 
-def _in_a_script_of_ours() -> bool:
-    from elastic.worker.loop.loop import here
-
-    return here.host is not None
-
-
 def _refuse_in_an_import() -> None:
     """Workers import the file that the program stands in: a trainer made at its top level would
     train in each of them."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in outwards(inspect.currentframe()):
         name = str(frame.f_globals.get("__name__"))
         if name.startswith(IMPORTED) and frame.f_code.co_name == "<module>":
             raise SpecError(
                 f"{frame.f_code.co_filename}:{frame.f_lineno}: workers import this file for its "
                 "`program`; put ElasticTrainer below `if __name__ == '__main__':`"
             )
-        frame = frame.f_back
 
 
 def _job_of(program: Any, job: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic.certify import tasks
 from elastic.certify.harness import cluster_place
@@ -22,9 +22,6 @@ from elastic.certify.result import CertifyReport, place_lines
 from elastic.errors import SpecError
 from elastic.scenarios.check import Check
 from elastic.storage import open_storage
-
-if TYPE_CHECKING:
-    pass
 
 ABOUT = (
     "try on this machine, or on the Ray cluster at $RAY_ADDRESS, what elastic promises: pass or "

@@ -19,6 +19,7 @@ from elastic.certify.result import CertifyReport
 from elastic.certify.tasks import HERE
 from elastic.errors import SpecError
 from elastic.scenarios.check import Check, shown
+from elastic.text import n_of
 
 README, RESULTS, PAGE = "README.md", "docs/certified", "docs/proven.md"
 TESTS = "tests/whole_run.json"  # what `make test-all` keeps of its last run
@@ -83,11 +84,8 @@ def page(
             cell(one.claim, [r for r in results.values() if r.place["kind"] == kind])
             for kind in COLUMNS
         ]
-        lines.append(
-            f"| {_plain(one.text)} | "
-            + " | ".join(cells)
-            + f" | {', '.join(map(_test, one.claim.tests))} |"
-        )
+        tests = ", ".join(f"[{Path(path).stem}](../{path})" for path in one.claim.tests)
+        lines.append(f"| {_plain(one.text)} | {' | '.join(cells)} | {tests} |")
     lines += ["", *_tests(whole_run)] if whole_run is not None else []
     for name, report in results.items():
         lines += ["", *_place(name, report)]
@@ -117,7 +115,7 @@ def cell(claim: Claim, reports: Sequence[CertifyReport]) -> str:
     missing += [
         check.name for check in found if check.verdict == "not run" and check.name not in missing
     ]
-    n = f"{len(passed)} check{'' if len(passed) == 1 else 's'}"
+    n = n_of(len(passed), "check")
     word = "part" if missing else "ran" if claim.figures else "pass"
     rest = f"; not run: {', '.join(missing)}" if missing else ""
     seen = [f"{check.name}: {_figures(check, claim)}" for check in passed if claim.figures]
@@ -148,6 +146,10 @@ def merged(reports: Sequence[CertifyReport]) -> list[Check]:
 def _tests(ran: Mapping[str, Any]) -> list[str]:
     """The last run of every tier, as tests/tiers.py keeps it."""
     minutes = sum(tier["seconds"] for tier in ran["tiers"]) / 60
+    rows = [
+        (t["tier"], f"{t['seconds']:.0f}", t["passed"], t["failed"], t["skipped"])
+        for t in ran["tiers"]
+    ]
     return [
         "## The tests of this repository",
         "",
@@ -156,13 +158,7 @@ def _tests(ran: Mapping[str, Any]) -> list[str]:
         "",
         "| tier | seconds | passed | failed | skipped |",
         "|---|---|---|---|---|",
-        *(
-            (
-                f"| {t['tier']} | {t['seconds']:.0f} | {t['passed']} | {t['failed']} | "
-                f"{t['skipped']} |"
-            )
-            for t in ran["tiers"]
-        ),
+        *(f"| {' | '.join(map(str, row))} |" for row in rows),
         *_skipped(ran),
     ]
 
@@ -180,17 +176,14 @@ def _skipped(ran: Mapping[str, Any]) -> list[str]:
 def _place(name: str, report: CertifyReport) -> list[str]:
     place = report.place
     gpus = f", {' and '.join(map(str, place['gpus']))}" if place["gpus"] else ""
-    counts = (
-        f"{report.count('pass')} passed, {report.count('fail')} failed, {report.count('not run')} "
-        "not run"
-    )
     lines = [
         f"## {COLUMNS[place['kind']]}: [{name}](certified/{name})",
         "",
         f"{place['at']}, {place.get('on', HERE)}: {place['ranks']} ranks{gpus}, {place['cpus']} "
         f"CPU cores (load {place['load_1min']} at the end), torch {place['torch']}, Ray "
-        f"{place['ray']}, Python {place['python']}. {counts}, in {report.seconds:.0f} s of the "
-        f"{report.budget_s / 60:g} minutes given{', interrupted' if report.interrupted else ''}.",
+        f"{place['ray']}, Python {place['python']}. {report.counts}, in {report.seconds:.0f} s of "
+        f"the {report.budget_s / 60:g} minutes given"
+        f"{', interrupted' if report.interrupted else ''}.",
         "",
         "| check | verdict | where | numbers | held against |",
         "|---|---|---|---|---|",
@@ -207,10 +200,6 @@ def _place(name: str, report: CertifyReport) -> list[str]:
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-
-
-def _test(path: str) -> str:
-    return f"[{Path(path).stem}](../{path})"
 
 
 def main(words: Sequence[str]) -> int:

@@ -26,6 +26,11 @@ class CertifyReport:
         return sum(1 for check in self.checks if check.verdict == verdict)
 
     @property
+    def counts(self) -> str:
+        words: dict[Verdict, str] = {"pass": "passed", "fail": "failed", "not run": "not run"}
+        return ", ".join(f"{self.count(verdict)} {word}" for verdict, word in words.items())
+
+    @property
     def exit_code(self) -> int:
         """0 all that ran passed (and something ran), 1 something failed or nothing ran, 3 stopped
         by a person."""
@@ -69,16 +74,12 @@ class CertifyReport:
 
     def summary(self) -> list[str]:
         """What stands below the rows."""
-        counts = (
-            f"{self.count('pass')} passed, {self.count('fail')} failed, {self.count('not run')} "
-            "not run"
-        )
         broken = [check.name for check in self.checks if check.verdict == "fail"]
         end = " (interrupted)" if self.interrupted else ""
         return [
             "",
             *([f"failed: {', '.join(broken)}"] if broken else []),
-            f"{counts} in {self.seconds:.0f} s{end}",
+            f"{self.counts} in {self.seconds:.0f} s{end}",
         ]
 
 

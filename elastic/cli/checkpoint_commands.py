@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from elastic import api
-from elastic.cli.parser import natural, run_verb, show, verb, verb_group
+from elastic.cli.parser import option, run_verb, show, verb, verb_group, whole
 from elastic.observe import find_runs, run_tables
 from elastic.program import WEIGHT_TYPES
 
@@ -18,62 +18,33 @@ def add(verbs: Any) -> None:
         actions, "verify", _verify, about="read every byte of them and compare with the digests"
     )
     made = run_verb(actions, "export", _export, about="write the weights of one as safetensors")
-    made.add_argument("--step", metavar="N", type=int, help="default: the newest")
-    made.add_argument(
-        "--to",
-        metavar="FOLDER",
-        required=True,
-        help="an empty folder, or a URI; files of at most 5 GB",
+    option(made, "--step N", "default: the newest", type=int)
+    option(made, "--to FOLDER", "an empty folder, or a URI; files of at most 5 GB", required=True)
+    option(
+        made,
+        "--job JOB",
+        "folder of its job: also writes config.json and the like, or adapters alone",
     )
-    made.add_argument(
-        "--job",
-        metavar="JOB",
-        help="folder of its job: also writes config.json and the like, or adapters alone",
-    )
-    made.add_argument(
-        "--merged",
-        action="store_true",
-        help="of a job with adapters: the whole model with them added",
-    )
-    made.add_argument(
+    option(made, "--merged", "of a job with adapters: the whole model with them added")
+    option(
+        made,
         "--weights",
+        "the type that they are written in, for transformers (int8, float8: through torchao)",
         choices=WEIGHT_TYPES,
         default="",
-        help="the type that they are written in, for transformers (int8, float8: through torchao)",
     )
     about = "make a new run that begins with the weights (and moments) of another trainer"
     made = verb(actions, "import", _import, about=about)
-    made.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="a .safetensors file, a folder of them, or a checkpoint of plain DCP",
+    option(made, "SOURCE", "a .safetensors file, a folder of them, or a checkpoint of plain DCP")
+    option(made, "--into RUN", "name of the new run: elastic run JOB --run-name RUN", required=True)
+    option(made, "--job JOB", "folder with job.yaml and program.py", required=True)
+    option(
+        made, "--at-step N", "step that the run resumes from (default: 0)", type=whole(0), default=0
     )
-    made.add_argument(
-        "--into",
-        metavar="RUN",
-        required=True,
-        help="name of the new run: elastic run JOB --run-name RUN",
-    )
-    made.add_argument(
-        "--job", metavar="JOB", required=True, help="folder with job.yaml and program.py"
-    )
-    made.add_argument(
-        "--at-step",
-        metavar="N",
-        type=natural,
-        default=0,
-        help="step that the run resumes from (default: 0)",
-    )
-    made.add_argument(
-        "--ignore-extra",
-        action="store_true",
-        help="leave out tensors that the program does not have",
-    )
+    option(made, "--ignore-extra", "leave out tensors that the program does not have")
     made = run_verb(actions, "rm", _rm, about="remove those of a step, whole or interrupted")
     made.add_argument("--step", metavar="N", type=int, required=True)
-    made.add_argument(
-        "--force", action="store_true", help="also the only good one, or the newest of a live run"
-    )
+    option(made, "--force", "also the only good one, or the newest of a live run")
 
 
 def _ls(given: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from elastic import api
-from elastic.cli.parser import show, verb, verb_group
+from elastic.cli.parser import option, show, verb, verb_group
 from elastic.observe import run_tables
 from elastic.observe.plans import price_list
 from elastic.text import n_of
@@ -25,31 +25,17 @@ def _add_prices(verbs: Any) -> None:
         about="what instances cost: a cluster file's pools now, or the table that comes with this",
     )
     instead = made.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--cluster", metavar="FILE", help="a cluster file; AWS is asked for the prices of its pools"
+    option(instead, "--cluster FILE", "a cluster file; AWS is asked for the prices of its pools")
+    option(instead, "--chips", "the GPUs instead: peaks, memory, links, sources")
+    option(
+        made, "--gpu NAME", "only with this GPU, in any spelling, as h100 or A100-80GB", default=""
     )
-    instead.add_argument(
-        "--chips", action="store_true", help="the GPUs instead: peaks, memory, links, sources"
+    option(
+        made, "--cloud NAME", "only of this cloud: aws, gcp, azure or one of your own", default=""
     )
-    made.add_argument(
-        "--gpu",
-        metavar="NAME",
-        default="",
-        help="only with this GPU, in any spelling, as h100 or A100-80GB",
-    )
-    made.add_argument(
-        "--cloud",
-        metavar="NAME",
-        default="",
-        help="only of this cloud: aws, gcp, azure or one of your own",
-    )
-    made.add_argument("--region", metavar="NAME", default="", help="only in this region")
-    made.add_argument(
-        "--catalog",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="own entries (also: $ELASTIC_CATALOG)",
+    option(made, "--region NAME", "only in this region", default="")
+    option(
+        made, "--catalog FILE", "own entries (also: $ELASTIC_CATALOG)", action="append", default=[]
     )
 
 
@@ -61,12 +47,8 @@ def _add_cluster(verbs: Any) -> None:
         _cluster_check,
         about="check a cluster file, and print its pools with their prices",
     )
-    made.add_argument(
-        "file",
-        metavar="FILE",
-        help="a file of Ray's cluster launcher, or a RayCluster or RayJob of KubeRay",
-    )
-    made.add_argument("--job", metavar="JOB", help="folder of a job: also whether it can run there")
+    option(made, "FILE", "a file of Ray's cluster launcher, or a RayCluster or RayJob of KubeRay")
+    option(made, "--job JOB", "folder of a job: also whether it can run there")
     made = verb(
         actions,
         "reap",
@@ -74,9 +56,9 @@ def _add_cluster(verbs: Any) -> None:
         about="list the EC2 instances that a dead cluster has leaked, and terminate them; of other "
         "clouds: say how",
     )
-    made.add_argument("file", metavar="FILE", help="the file that `ray up` launched it from")
-    made.add_argument("--yes", action="store_true", help="end them")
-    made.add_argument("--alive", action="store_true", help="also where the cluster's head runs")
+    option(made, "FILE", "the file that `ray up` launched it from")
+    option(made, "--yes", "end them")
+    option(made, "--alive", "also where the cluster's head runs")
 
 
 def _prices(given: argparse.Namespace) -> int:

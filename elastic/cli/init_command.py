@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from elastic.api.init_job import KINDS, PLACES, NewJob, asked_for, init
-from elastic.cli.parser import show, verb
+from elastic.cli.parser import option, show, verb
 
 ABOUT = "write a job folder and a cluster file that work as they are, to begin with"
 EPILOG = """examples:
@@ -21,15 +21,11 @@ Without a terminal nothing is asked: what is not given is as usual (module, lapt
 def add(verbs: Any) -> None:
     made = verb(verbs, "init", _init, about=ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    made.add_argument("folder", metavar="FOLDER", nargs="?", help="of the job (default: job)")
-    made.add_argument("--kind", choices=tuple(KINDS), help="what is trained (default: module)")
-    made.add_argument(
-        "--on", choices=tuple(PLACES), dest="place", help="where it runs (default: laptop)"
-    )
-    made.add_argument(
-        "--cluster", metavar="FILE", help="the cluster file (default: cluster.yaml beside FOLDER)"
-    )
-    made.add_argument("--yes", action="store_true", help="ask nothing")
+    option(made, "FOLDER", "of the job (default: job)", nargs="?")
+    option(made, "--kind", "what is trained (default: module)", choices=tuple(KINDS))
+    option(made, "--on", "where it runs (default: laptop)", choices=tuple(PLACES), dest="place")
+    option(made, "--cluster FILE", "the cluster file (default: cluster.yaml beside FOLDER)")
+    option(made, "--yes", "ask nothing")
 
 
 def _init(given: argparse.Namespace) -> int:

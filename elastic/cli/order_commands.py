@@ -6,14 +6,12 @@ import argparse
 from typing import Any
 
 from elastic import api
-from elastic.cli.parser import opened, run_verb, show
+from elastic.cli.parser import opened, option, run_verb, show
 
 
 def add(verbs: Any) -> None:
     made = run_verb(verbs, "stop", _stop, about="ask a live run to save its state and stop")
-    made.add_argument(
-        "--reason", default="requested on the command line", help="written to the journal"
-    )
+    option(made, "--reason", "written to the journal", default="requested on the command line")
     made = run_verb(
         verbs,
         "drill",

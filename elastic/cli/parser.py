@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import math
 import re
 import signal
 import sys
@@ -74,13 +75,26 @@ def verb(verbs: Any, name: str, handler: Handler, *, about: str) -> argparse.Arg
         name, help=about, description=about[:1].upper() + about[1:] + "."
     )
     made.set_defaults(handler=handler, verb=made)
-    made.add_argument("--json", action="store_true", help="print JSON")
-    made.add_argument(
-        "--storage",
-        metavar="URI",
-        help="folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)",
+    option(made, "--json", "print JSON")
+    option(
+        made,
+        "--storage URI",
+        "folder that holds the runs (default: $ELASTIC_STORAGE or ./elastic_runs)",
     )
     return made
+
+
+def option(made: Any, usage: str, help_: str, **more: Any) -> None:
+    """`usage`: as `--cluster FILE`, `--json` (a flag) or `JOB` (no option, but an argument).
+    `more`: for argparse."""
+    names, metavar = usage.split(), None
+    if not names[-1].startswith("-"):
+        metavar = names.pop()
+    elif not more:
+        more = {"action": "store_true"}
+    made.add_argument(
+        *(names or [usage.lower()]), help=help_, **({"metavar": metavar} if metavar else {}), **more
+    )
 
 
 def run_verb(
@@ -88,7 +102,7 @@ def run_verb(
 ) -> argparse.ArgumentParser:
     """A verb about one RUN. `optional`: the handler finds out which one is meant."""
     made = verb(verbs, name, handler, about=about)
-    made.add_argument("run", metavar="RUN", help=RUN, nargs="?" if optional else None)
+    option(made, "RUN", RUN, nargs="?" if optional else None)
     return made
 
 
@@ -100,14 +114,14 @@ def verb_group(verbs: Any, name: str, about: str) -> Any:
     )
 
 
-def add_overrides(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
+def add_overrides(made: Any) -> None:
+    option(
+        made,
+        "--set KEY=VALUE",
+        "over job.yaml; repeatable",
         action="append",
         default=[],
         dest="overrides",
-        help="over job.yaml; repeatable",
     )
 
 
@@ -116,10 +130,32 @@ def overrides(given: argparse.Namespace) -> tuple[str, ...]:
     return (*given.overrides, *([f"storage={given.storage}"] if given.storage else []))
 
 
-def natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 0")
-    return int(text)
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Reads such a number."""
+    span = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        value = int(text) if text.isdigit() else -1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"'{text}' must be a whole number {span}")
+        return value
+
+    return read
+
+
+def number(right: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """Reads a number that `holds`; what would be `right` is said of another."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"'{text}' must be {right}")
+        return value
+
+    return read
 
 
 def opened(given: argparse.Namespace) -> RunFolder:

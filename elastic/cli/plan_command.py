@@ -20,11 +20,12 @@ from elastic.api.planning.phase_plans import of_phases
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
 from elastic.api.simulate import Simulation, simulate
-from elastic.cli.parser import show, verb
+from elastic.cli.parser import add_overrides, number, option, show, verb, whole
 from elastic.config.clusters import load_cluster
 from elastic.errors import SpecError
 from elastic.observe.plans import plan_bars, plan_tables, simulated
 from elastic.observe.plans.phase_table import phase_table
+from elastic.observe.reporting.pictures import asked_for
 from elastic.planner.offers import Aim, Purpose
 
 ABOUT = (
@@ -53,146 +54,82 @@ class PlanAnswer:
     lines: Sequence[str]
 
 
+SHARE = number("a share between 0 and 1, as in 0.8", lambda share: 0 < share < 1)
+
+
 def add(verbs: Any) -> None:
     made = verb(verbs, "plan", _answered, about=ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
     _add_subject(made)
     _add_nodes(made)
     why = made.add_argument_group("for what")
-    why.add_argument(
+    option(
+        why,
         "--purpose",
+        "what the best one is (default: fastest, or deadline)",
         choices=get_args(Purpose),
-        help="what the best one is (default: fastest, or deadline)",
     )
-    why.add_argument(
-        "--tokens", metavar="N", help="to be trained on in all: 300B, 1T (default: the job's steps)"
-    )
-    why.add_argument(
-        "--within", metavar="TIME", help="3w, 10d, 36h; without counts of GPUs: how many it takes"
-    )
-    why.add_argument("--budget", metavar="USD", help="dollars in all: 500, 200k, 1.5M")
+    option(why, "--tokens N", "to be trained on in all: 300B, 1T (default: the job's steps)")
+    option(why, "--within TIME", "3w, 10d, 36h; without counts of GPUs: how many it takes")
+    option(why, "--budget USD", "dollars in all: 500, 200k, 1.5M")
     shown = made.add_argument_group("what is shown")
-    shown.add_argument("--top", metavar="N", type=_positive, default=5, help="offers (default: 5)")
-    shown.add_argument(
-        "--explain",
-        metavar="N",
-        type=_positive,
-        nargs="?",
-        const=1,
-        help="where the time of offer N goes",
+    option(shown, "--top N", "offers (default: 5)", type=whole(1), default=5)
+    option(
+        shown, "--explain N", "where the time of offer N goes", type=whole(1), nargs="?", const=1
     )
-    shown.add_argument("--png", metavar="FILE", help="a picture of that, all offers side by side")
-    shown.add_argument(
-        "--what-if", metavar="GPUS", action="append", default=[], help="compare pools; repeatable"
+    option(shown, "--png FILE", "a picture of that, all offers side by side")
+    option(shown, "--what-if GPUS", "compare pools; repeatable", action="append", default=[])
+    option(shown, "--scaling", "8, 16, 32 ... GPUs, until efficiency is under --efficiency")
+    option(shown, "--score FILE", "instead: predictions against the measurements of a CSV file")
+    option(
+        shown,
+        "--trace PATH",
+        "a line on time and dollars on this spot trace (elastic simulate says more)",
     )
-    shown.add_argument(
-        "--scaling",
-        action="store_true",
-        help="8, 16, 32 ... GPUs, until efficiency is under --efficiency",
-    )
-    shown.add_argument(
-        "--score",
-        metavar="FILE",
-        help="instead: predictions against the measurements of a CSV file",
-    )
-    shown.add_argument(
-        "--trace",
-        metavar="PATH",
-        help="a line on time and dollars on this spot trace (elastic simulate says more)",
-    )
-    shown.add_argument("--efficiency", metavar="X", type=_share, default=0.8, help="(default: 0.8)")
+    option(shown, "--efficiency X", "(default: 0.8)", type=SHARE, default=0.8)
 
 
 def _add_subject(made: argparse.ArgumentParser) -> None:
     what = made.add_argument_group("what is trained")
-    what.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
-    what.add_argument(
-        "--script",
-        metavar="FILE",
-        help="or a training script that enters elastic.loop; its arguments come last, after --",
+    option(what, "JOB", "folder with job.yaml and program.py", nargs="?")
+    option(
+        what,
+        "--script FILE",
+        "or a training script that enters elastic.loop; its arguments come last, after --",
     )
-    what.add_argument(
-        "--model",
-        metavar="NAME",
-        help="or a published model: 8b, llama3-70b,seq=16384; or layers=80,hidden=...",
+    option(
+        what,
+        "--model NAME",
+        "or a published model: 8b, llama3-70b,seq=16384; or layers=80,hidden=...",
     )
-    what.add_argument(
-        "--batch",
-        metavar="N",
-        type=_batch,
-        help="sequences of an optimizer step (default: as published)",
-    )
-    what.add_argument(
+    option(what, "--batch N", "sequences of an optimizer step (default: as published)", type=_batch)
+    option(
+        what,
         "--precision",
+        "(default: bfloat16, or the job's)",
         choices=("bfloat16", "float16", "float32"),
-        help="(default: bfloat16, or the job's)",
     )
-    what.add_argument(
-        "--check",
-        action="store_true",
-        help="compare first what the job's layouts compute (a small copy)",
-    )
-    what.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="over job.yaml",
-    )
+    option(what, "--check", "compare first what the job's layouts compute (a small copy)")
+    add_overrides(what)
 
 
 def _add_nodes(made: argparse.ArgumentParser) -> None:
     where = made.add_argument_group("on what")
-    where.add_argument(
-        "--cluster", metavar="FILE", help="the pools of a cluster file (default: the job's own)"
+    option(where, "--cluster FILE", "the pools of a cluster file (default: the job's own)")
+    option(where, "--nodes POOL=N", "not all that a pool may have", action="append", default=[])
+    option(where, "--gpus GPUS", "or GPUs by kind: H100:64, A100:16@2x8,H100:8@spot")
+    option(where, "--cloud NAME", "prices and nodes of this cloud: aws, gcp, azure", default="")
+    option(
+        where, "--layout LAYOUT", "this one: 'dp_shard=8,tp=4', or a part: 'auto,tp=4'", default=""
     )
-    where.add_argument(
-        "--nodes",
-        metavar="POOL=N",
-        action="append",
-        default=[],
-        help="not all that a pool may have",
-    )
-    where.add_argument(
-        "--gpus", metavar="GPUS", help="or GPUs by kind: H100:64, A100:16@2x8,H100:8@spot"
-    )
-    where.add_argument(
-        "--cloud",
-        metavar="NAME",
-        default="",
-        help="prices and nodes of this cloud: aws, gcp, azure",
-    )
-    where.add_argument(
-        "--layout",
-        metavar="LAYOUT",
-        default="",
-        help="this one: 'dp_shard=8,tp=4', or a part: 'auto,tp=4'",
-    )
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1")
-    return int(text)
 
 
 def _batch(text: str) -> int:
-    if _positive(text) > MOST_SAMPLES:
+    if whole(1)(text) > MOST_SAMPLES:
         raise argparse.ArgumentTypeError(
             f"'{text}' must be at most {MOST_SAMPLES:,} sequences a step"
         )
     return int(text)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a share between 0 and 1, as in 0.8")
-    return share
 
 
 def _answered(given: argparse.Namespace) -> int:
@@ -266,18 +203,10 @@ def _plan(
         width = min(100, shutil.get_terminal_size().columns)
         lines += ["", *_colored(plan_bars.explain(data, given.explain, width))]
     if given.png:
-        data["png"] = _picture(data, given.png)
+        with asked_for(given.png):
+            data["png"] = str(plan_bars.save(data, given.png))
         lines += ["", f"picture: {data['png']}"]
     return PlanAnswer(data, lines)
-
-
-def _picture(data: Mapping[str, Any], path: str) -> str:
-    try:
-        return str(plan_bars.save(data, path))
-    except (OSError, ValueError) as error:
-        raise SpecError(
-            f"--png {path}: cannot be written ({error}); give a file that ends in .png"
-        ) from error
 
 
 def _colored(texts: Sequence[Text]) -> list[str]:

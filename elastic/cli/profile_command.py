@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import api
-from elastic.cli.parser import add_overrides, natural, overrides, show, verb
+from elastic.cli.parser import add_overrides, option, overrides, show, verb, whole
 from elastic.errors import SpecError
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
@@ -33,29 +33,17 @@ def add(verbs: Any) -> None:
         help="a run, if there is one of this name; else the folder of a job (./NAME: never a run)",
     )
     run = made.add_argument_group("of a run that trains")
-    run.add_argument(
-        "--steps", metavar="N", type=natural, help="steps that are traced (default: 5; --scale: 3)"
-    )
-    run.add_argument(
-        "--ranks", metavar="RANKS", help="0,3 or all or node, the first of each node (default)"
-    )
+    option(run, "--steps N", "steps that are traced (default: 5; --scale: 3)", type=whole(0))
+    option(run, "--ranks RANKS", "0,3 or all or node, the first of each node (default)")
     job = made.add_argument_group("of a job: measure the hardware")
-    job.add_argument("--local", action="store_true", help="this machine even if RAY_ADDRESS is set")
-    job.add_argument(
-        "--out",
-        metavar="FILE",
-        help="default: elastic/hardware/KIND.json in the user's cache folder",
-    )
-    job.add_argument(
-        "--seconds", metavar="S", type=natural, help="about how long it may take (default: 60)"
-    )
+    option(job, "--local", "this machine even if RAY_ADDRESS is set")
+    option(job, "--out FILE", "default: elastic/hardware/KIND.json in the user's cache folder")
+    option(job, "--seconds S", "about how long it may take (default: 60)", type=whole(0))
     add_overrides(made)
     scale = made.add_argument_group("of a job: how it scales")
-    scale.add_argument(
-        "--scale", metavar="N,N", help="run some steps at each of these numbers of workers: 1,2,4"
-    )
-    scale.add_argument("--png", metavar="FILE", help="a picture of that")
-    scale.add_argument("--cluster", metavar="FILE", help="its pools instead of the job's own")
+    option(scale, "--scale N,N", "run some steps at each of these numbers of workers: 1,2,4")
+    option(scale, "--png FILE", "a picture of that")
+    option(scale, "--cluster FILE", "its pools instead of the job's own")
 
 
 def _profile(given: argparse.Namespace) -> int:

@@ -7,13 +7,13 @@ import argparse
 import json
 import sys
 from functools import partial
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from elastic import api
 from elastic.api.diagnose import communicated, diagnosed
-from elastic.cli.parser import RUN, drawn_on, natural, opened, run_verb, show, verb
+from elastic.cli.parser import RUN, drawn_on, number, opened, option, run_verb, show, verb, whole
 from elastic.errors import JournalDamaged, SpecError
 from elastic.observe import find_runs, logs, run_tables
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
@@ -23,7 +23,7 @@ from elastic.text import n_of
 
 def add(verbs: Any) -> None:
     listed = verb(verbs, "ls", _ls, about="list the runs")
-    listed.add_argument("uri", metavar="URI", nargs="?", help="the same as --storage URI")
+    option(listed, "URI", "the same as --storage URI", nargs="?")
     for name, handler, about in (
         ("status", _status, "status of a run"),
         ("ledger", _ledger, "time and cost of a run by category"),
@@ -35,24 +35,24 @@ def add(verbs: Any) -> None:
         ("replay", _replay, "replay all decisions of a run from its journal and compare"),
     ):
         run_verb(verbs, name, handler, about=about, optional=name == "report")
-    verbs.choices["status"].add_argument(
-        "-q", "--quiet", action="store_true", help="one line: phase, step, loss, goodput, dollars"
-    )
-    verbs.choices["report"].add_argument(
-        "--csv",
+    option(verbs.choices["status"], "-q --quiet", "one line: phase, step, loss, goodput, dollars")
+    option(
+        verbs.choices["report"],
+        "--csv FILE",
+        "write a line of numbers for each step into FILE instead, as CSV; without FILE: print them",
         nargs="?",
         const="",
-        metavar="FILE",
-        help="write a line of numbers for each step into FILE instead, as CSV; without FILE: print "
-        "them",
     )
-    verbs.choices["report"].add_argument(
-        "--html",
-        metavar="FILE",
-        help="where the page goes (default: report.html in the run's folder)",
+    option(
+        verbs.choices["report"],
+        "--html FILE",
+        "where the page goes (default: report.html in the run's folder)",
     )
-    verbs.choices["report"].add_argument(
-        "--target-loss", metavar="LOSS", type=_loss, help="say what reaching this loss has cost"
+    option(
+        verbs.choices["report"],
+        "--target-loss LOSS",
+        "say what reaching this loss has cost",
+        type=number("a number, as in 2.5", isfinite),
     )
     made = run_verb(
         verbs,
@@ -60,27 +60,13 @@ def add(verbs: Any) -> None:
         _logs,
         about="what the workers of a run have printed: the end of each one's file",
     )
-    made.add_argument(
-        "--last", metavar="N", type=natural, default=20, help="lines of each (default: 20; 0 = all)"
-    )
-    made.add_argument(
-        "--worker", metavar="NAME", default="", help="only files whose name begins so, as in spot-1"
-    )
+    option(made, "--last N", "lines of each (default: 20; 0 = all)", type=whole(0), default=20)
+    option(made, "--worker NAME", "only files whose name begins so, as in spot-1", default="")
     made = verb(
         verbs, "doctor", _doctor, about="check this machine; with RUN, what went wrong in that run"
     )
-    made.add_argument("run", metavar="RUN", nargs="?", help=RUN)
+    option(made, "RUN", RUN, nargs="?")
     _add_dashboard(verbs)
-
-
-def _loss(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = nan
-    if not isfinite(value):
-        raise argparse.ArgumentTypeError(f"'{text}' must be a number, as in 2.5")
-    return value
 
 
 def _ls(given: argparse.Namespace) -> int:
@@ -233,17 +219,15 @@ def _add_dashboard(verbs: Any) -> None:
     made.add_argument(
         "runs", metavar="RUN", nargs="*", help=f"{RUN}; several are compared; default: all runs"
     )
-    made.add_argument(
-        "--host",
-        metavar="ADDRESS",
+    option(
+        made,
+        "--host ADDRESS",
+        "address to listen at (default: this machine alone; another one: its URL has a token)",
         default="127.0.0.1",
-        help="address to listen at (default: this machine alone; another one: its URL has a token)",
     )
-    made.add_argument(
-        "--port", metavar="N", type=natural, help="port (default: 8270, or a free one; 0 = free)"
-    )
+    option(made, "--port N", "port (default: 8270, or a free one; 0 = free)", type=whole(0))
     # what `elastic run --dashboard` starts
-    made.add_argument("--beside-driver", action="store_true", help=argparse.SUPPRESS)
+    option(made, "--beside-driver", argparse.SUPPRESS)
 
 
 def _dashboard(given: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic import api
 from elastic.api.running.supervise import command_of, supervised
-from elastic.cli.parser import EXIT, add_overrides, overrides, verb
+from elastic.cli.parser import EXIT, add_overrides, option, overrides, verb
 from elastic.driver import interruptible
 from elastic.errors import ElasticError, Interrupted, SpecError
 from elastic.observe import find_runs
@@ -26,64 +26,51 @@ def add(verbs: Any) -> None:
         _run,
         about="train a job to its end; with the name of an interrupted run: resume it",
     )
-    made.add_argument(
-        "job",
-        metavar="JOB",
-        nargs="?",
-        help="folder with job.yaml and program.py (with --script: without)",
-    )
-    made.add_argument(
-        "--script",
-        metavar="FILE",
-        help="a training script instead of a program.py; its arguments come last, after --",
+    option(made, "JOB", "folder with job.yaml and program.py (with --script: without)", nargs="?")
+    option(
+        made,
+        "--script FILE",
+        "a training script instead of a program.py; its arguments come last, after --",
     )
     made.set_defaults(refuse=made.error)
-    made.add_argument(
-        "--run-name",
-        metavar="NAME",
-        help="default: the job's name and the time; a known name is resumed",
-    )
-    made.add_argument(
+    option(made, "--run-name NAME", "default: the job's name and the time; a known name is resumed")
+    option(
+        made,
         "--supervise",
-        action="store_true",
-        help="start a driver again that was killed or has lost its run; needs --run-name",
+        "start a driver again that was killed or has lost its run; needs --run-name",
     )
     # what --supervise starts
-    made.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
-    made.add_argument(
+    option(made, "--supervised", argparse.SUPPRESS)
+    option(
+        made,
         "--local",
-        action="store_true",
-        help="use this machine even if RAY_ADDRESS is set; where it has no GPUs, CPU processes",
+        "use this machine even if RAY_ADDRESS is set; where it has no GPUs, CPU processes",
     )
-    made.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="a cluster file; its pools are used instead of the job's own",
+    option(made, "--cluster FILE", "a cluster file; its pools are used instead of the job's own")
+    option(
+        made,
+        "--layout LAYOUT",
+        "always this one, as dp_shard=2,tp=2; or a part of it: auto,tp=2 (default: the job's)",
     )
-    made.add_argument(
-        "--layout",
-        metavar="LAYOUT",
-        help="always this one, as dp_shard=2,tp=2; or a part of it: auto,tp=2 (default: the job's)",
-    )
-    made.add_argument(
+    option(
+        made,
         "--allow-changed",
-        action="store_true",
-        help="resume although program.py, the data or the mathematics have changed",
+        "resume although program.py, the data or the mathematics have changed",
     )
-    made.add_argument(
+    option(
+        made,
         "--from-checkpoint",
-        action="store_true",
-        help="of a run whose journal is damaged: resume from its newest checkpoint",
+        "of a run whose journal is damaged: resume from its newest checkpoint",
     )
-    made.add_argument(
+    option(
+        made,
         "--no-budget",
-        action="store_true",
-        help="paid pools without a limit: the job has neither budget_usd nor max_nodes",
+        "paid pools without a limit: the job has neither budget_usd nor max_nodes",
     )
-    made.add_argument(
-        "--drill",
-        metavar="DRILL",
-        help="notices, kills and growth to carry out instead of the job's own: a file, or in short "
+    option(
+        made,
+        "--drill DRILL",
+        "notices, kills and growth to carry out instead of the job's own: a file, or in short "
         "'notice at 40, kill at 60, add at 80'",
     )
     _add_watching(made)
@@ -92,17 +79,13 @@ def add(verbs: Any) -> None:
 
 def _add_watching(made: argparse.ArgumentParser) -> None:
     """Who is shown what while it runs."""
-    made.add_argument(
-        "--metrics-port",
-        metavar="PORT",
-        help="tell Prometheus the run's numbers there (PORT, HOST:PORT, 0 = any, or ray)",
+    option(
+        made,
+        "--metrics-port PORT",
+        "tell Prometheus the run's numbers there (PORT, HOST:PORT, 0 = any, or ray)",
     )
-    made.add_argument(
-        "-q", "--quiet", action="store_true", help="no progress and no report while it runs"
-    )
-    made.add_argument(
-        "--dashboard", action="store_true", help="show it in a browser too, as `elastic dashboard`"
-    )
+    option(made, "-q --quiet", "no progress and no report while it runs")
+    option(made, "--dashboard", "show it in a browser too, as `elastic dashboard`")
 
 
 def _run(given: argparse.Namespace) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 from elastic.api import simulate, simulated_drill
 from elastic.api.planning import model_source
 from elastic.api.planning.quantities import hours_of
-from elastic.cli.parser import show, verb
+from elastic.cli.parser import add_overrides, number, option, show, verb, whole
 from elastic.errors import SpecError
 from elastic.observe.plans import simulated
+from elastic.observe.reporting.pictures import asked_for
 
 ABOUT = "what a job will cost and take on a spot market: the real policy on months of traces"
 MOST_STARTS = 10_000
@@ -35,63 +36,42 @@ run. A folder has one file for each spot pool. docs/simulate.md says what is sim
 def add(verbs: Any) -> None:
     made = verb(verbs, "simulate", _answered, about=ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    made.add_argument("job", metavar="JOB", nargs="?", help="folder with job.yaml and program.py")
-    made.add_argument(
-        "--script",
-        metavar="FILE",
-        help="or a training script that enters elastic.loop; its arguments come last, after --",
+    option(made, "JOB", "folder with job.yaml and program.py", nargs="?")
+    option(
+        made,
+        "--script FILE",
+        "or a training script that enters elastic.loop; its arguments come last, after --",
     )
-    made.add_argument("--cluster", metavar="FILE", help="its pools (default: the job's own)")
-    made.add_argument("--trace", metavar="PATH", default="", help="file, folder, or a past run")
-    made.add_argument("--fit", metavar="FILE", default="", help="make up markets like this trace")
-    made.add_argument(
-        "--calibrate", metavar="RUN", default="", help="start-up, pauses and steps as it measured"
+    option(made, "--cluster FILE", "its pools (default: the job's own)")
+    option(made, "--trace PATH", "file, folder, or a past run", default="")
+    option(made, "--fit FILE", "make up markets like this trace", default="")
+    option(made, "--calibrate RUN", "start-up, pauses and steps as it measured", default="")
+    option(
+        made,
+        "--drill DRILL",
+        "no market: what this drill does on the embedded cluster (with --calibrate)",
+        default="",
     )
-    made.add_argument(
-        "--drill", metavar="DRILL", default="",
-        help="no market: what this drill does on the embedded cluster (with --calibrate)",
-    )  # fmt: skip
-    made.add_argument(
-        "--deadline", metavar="TIME", default="", help="36h, 14d (default: the job's)"
+    option(made, "--deadline TIME", "36h, 14d (default: the job's)", default="")
+    option(made, "--compare A,B", f"of {', '.join(simulate.KNOWN)}", default="")
+    option(made, "--policy IMPORT", "module:function in the place of elastic's", default="")
+    option(
+        made,
+        "--start-times N",
+        "over the trace (default: 16)",
+        type=whole(1, MOST_STARTS),
+        default=16,
     )
-    made.add_argument(
-        "--compare", metavar="A,B", default="", help=f"of {', '.join(simulate.KNOWN)}"
-    )
-    made.add_argument(
-        "--policy", metavar="IMPORT", default="", help="module:function in the place of elastic's"
-    )
-    made.add_argument(
-        "--start-times", metavar="N", type=_starts, default=16, help="over the trace (default: 16)"
-    )
-    made.add_argument(
-        "--unannounced",
-        metavar="SHARE",
-        type=_part,
+    option(
+        made,
+        "--unannounced SHARE",
+        "of nodes taken without a notice (default: 0)",
+        type=number("a share from 0 to 1, as in 0.1", lambda share: 0 <= share <= 1),
         default=0.0,
-        help="of nodes taken without a notice (default: 0)",
     )
-    made.add_argument("--seed", metavar="N", type=int, default=0, help="of made-up markets")
-    made.add_argument("--png", metavar="FILE", help="a picture of one simulated run")
-    made.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
-        help="over job.yaml",
-    )  # fmt: skip
-
-
-def _starts(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= MOST_STARTS:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number from 1 to {MOST_STARTS}")
-    return int(text)
-
-
-def _part(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a share from 0 to 1, as in 0.1")
-    return share
+    option(made, "--seed N", "of made-up markets", type=int, default=0)
+    option(made, "--png FILE", "a picture of one simulated run")
+    add_overrides(made)
 
 
 OF_MARKETS = ("trace", "fit", "compare", "policy", "deadline", "unannounced", "png")
@@ -117,21 +97,17 @@ def _answered(given: argparse.Namespace) -> int:
     data = found.plain()
     lines = simulated.table(data)
     if given.png:
-        try:
+        with asked_for(given.png):
             data["png"] = str(simulated.save(found.one_run().history, data, given.png))
-        except (OSError, ValueError) as error:
-            raise SpecError(
-                f"--png {given.png}: cannot be written ({error}); give a file that ends in .png"
-            ) from error
         lines.append(f"picture: {data['png']}")
     show(given, data, lines)
     return 0
 
 
 def _drilled(given: argparse.Namespace) -> int:
-    for option in OF_MARKETS:
-        if getattr(given, option):
-            raise SpecError(f"--{option} is of markets, --drill of none; leave one of them out")
+    for name in OF_MARKETS:
+        if getattr(given, name):
+            raise SpecError(f"--{name} is of markets, --drill of none; leave one of them out")
     found = simulated_drill.simulate_drill(
         _subject(given), cluster=given.cluster, drill=given.drill, calibrate=given.calibrate
     )

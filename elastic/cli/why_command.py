@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from elastic.cli.parser import natural, opened, run_verb, show
+from elastic.cli.parser import opened, option, run_verb, show, whole
 from elastic.observe import find_runs, why_lines
 from elastic.observe.terminal import STYLES
 from elastic.observe.why_lines import HEAD, KINDS, REST, Wanted, WhyRow
@@ -29,18 +29,12 @@ def add(verbs: Any) -> None:
     made = run_verb(verbs, "why", _why, about="what changed a run, and the reason of each decision")
     made.epilog = EPILOG + ", ".join(KINDS)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument(
-        "--all", action="store_true", help="every note and decision, as with a filter (--json: so)"
-    )
-    made.add_argument("--node", metavar="NAME", default="", help="only what is said of this node")
-    made.add_argument("--kind", metavar="KIND", default="", help="only notes of this kind (below)")
-    made.add_argument(
-        "--since", metavar="TIME", type=_ago, help="from so long before the newest line on: 2h, 3d"
-    )
-    made.add_argument(
-        "--until", metavar="TIME", type=_ago, help="until so long before the newest line"
-    )
-    made.add_argument("--last", metavar="N", type=natural, default=0, help="only the last N lines")
+    option(made, "--all", "every note and decision, as with a filter (--json: so)")
+    option(made, "--node NAME", "only what is said of this node", default="")
+    option(made, "--kind KIND", "only notes of this kind (below)", default="")
+    option(made, "--since TIME", "from so long before the newest line on: 2h, 3d", type=_ago)
+    option(made, "--until TIME", "until so long before the newest line", type=_ago)
+    option(made, "--last N", "only the last N lines", type=whole(0), default=0)
 
 
 def _ago(text: str) -> float:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from elastic.ledger.journal import Line
 from elastic.observe import event_messages
 from elastic.observe.accounting.launch_times import Launches
+from elastic.observe.metrics.node_loads import NodeLoads
 from elastic.observe.node_speeds import NodeSpeeds
 from elastic.policy.state.fold import EMPTY, ENDED, Change, State, changes
 from elastic.types import (
@@ -23,7 +24,6 @@ from elastic.types import (
     Event,
     Job,
     Node,
-    NodeLoadSeen,
     NodeLost,
     NodeReady,
     NoiseSeen,
@@ -90,8 +90,7 @@ class View:
     lost: dict[int, int] = field(default_factory=dict)
     reason: str = ""
     node_speeds: NodeSpeeds = field(default_factory=NodeSpeeds)
-    # by node that is there: when it told its load last, and what
-    loads: dict[str, tuple[float, NodeLoadSeen]] = field(default_factory=dict)
+    loads: NodeLoads = field(default_factory=NodeLoads)
     launches: Launches = field(default_factory=Launches)
     at_s: float = 0.0
 
@@ -299,6 +298,7 @@ class View:
 
     def _keep(self, event: Event) -> None:
         """What the State has no place for."""
+        self.loads.take(event, self.at_s)
         match event:
             case StepDone():
                 self.step, self.reached = event.step, max(self.reached, event.step)
@@ -315,15 +315,11 @@ class View:
                     if isinstance(action, EnterPlan):
                         self.orders[action.plan.generation] = decision.reason
             case DriverStarted(attached=False):
-                self.nodes, self.plan, self.loads = {}, None, {}
+                self.nodes, self.plan = {}, None
             case NodeReady(node):
                 self.released.discard(node.node_id)
-            case NodeLost(node_id, cause):
-                self.loads.pop(node_id, None)
-                if cause == "released":
-                    self.released.add(node_id)
-            case NodeLoadSeen(node_id):
-                self.loads[node_id] = (self.at_s, event)
+            case NodeLost(node_id, cause="released"):
+                self.released.add(node_id)
             case PlanEntered():
                 self.lost[event.generation] = max(0, self.step - event.step)
                 self.step = event.step

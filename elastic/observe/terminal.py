@@ -69,7 +69,7 @@ class Terminal:
         self._goodput: float | None = None
         self._accounted_s = float("-inf")
         self._console = Console(file=stream, highlight=False)
-        self._heard = HeardLines(self._follow, "elastic-terminal")
+        self._heard = HeardLines(self._follow, "elastic-terminal", STOP_MOST_S)
         self._said_at_s = 0.0
         # what is waited for, as it was printed last, and when anything was
         self._reason, self._printed_s = "", time.monotonic()
@@ -101,16 +101,11 @@ class Terminal:
 
     def stop(self) -> None:
         """Show what is left, then end."""
-        self._heard.close(STOP_MOST_S)
+        self._heard.close()
 
-    def _take(self) -> bool:
-        """What was heard in a while. False: no more will be."""
-        for line in self._heard.come(LOOK_S):
-            if line is None:
-                return False
-            for change in changes((line,), self.view.state):
-                self.earlier(change)
-        return True
+    def _take(self, line: Line) -> None:
+        for change in changes((line,), self.view.state):
+            self.earlier(change)
 
     def _account(self, last: bool) -> None:
         """In the thread that takes lines in: the picture is drawn by another."""
@@ -134,7 +129,7 @@ class Terminal:
             ):
                 more = True
                 while more:
-                    more = self._take()
+                    more = self._heard.take(LOOK_S, self._take)
                     self._forget()
                     self._account(last=not more)
                     self._told()
@@ -145,7 +140,7 @@ class Terminal:
     def _plain(self) -> bool:
         """False: no more will come."""
         n_before = len(self.view.notes)
-        more = self._take()
+        more = self._heard.take(LOOK_S, self._take)
         for note in self.view.notes[n_before:]:
             self._print(plain_note(self.view, note))
             self._reason = note.text if note.kind == "Decision" else self._reason

@@ -179,9 +179,4 @@ BILL = Bound(
     "the ledger's sum is what the policy counted, no part is below zero, nothing is paid later",
     most=0,
 )
-BOUNDS = Bound(
-    "bounds_broken",
-    "no pool and no run has more nodes than it may, budget and deadline end it",
-    most=0,
-)
 LEFT = Bound("processes_left", "nothing that the run started may outlive it", most=0)

@@ -4,7 +4,6 @@ beside an undisturbed run."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +14,8 @@ from elastic.ledger.journal import Line
 from elastic.observe.accounting.accounts import account
 from elastic.observe.accounting.transitions import Transition
 from elastic.observe.run_view import view_of
-from elastic.policy.state.fold import changes
 from elastic.scenarios.check import (
     BILL,
-    BOUNDS,
     CONTENTS,
     ENDED,
     NONE_LOST,
@@ -344,25 +341,3 @@ def planned(lines: Sequence[Line], *, least_notice_s: float) -> Check:
         and not any(ordered_s.get(move.generation, 0.0) <= at_s <= move.at_s for at_s in lost)
     ]
     return _counted("planned moves", iter(said), replace(NONE_LOST, figure="moves_with_lost_steps"))
-
-
-def bounds_kept(lines: Sequence[Line], *, over_s: float) -> Check:
-    """No pool has more nodes than it may, nor the run, warned nodes not counted, whose successors
-    may join before they go; it ends, and its bill too, within `over_s` of its deadline and
-    budget."""
-    said: dict[str, None] = {}
-    for change in changes(lines):
-        state = change.after
-        most = {pool.name: pool.max_nodes for pool in state.pools}
-        staying = Counter(node.pool for node in state.alive if node.status != "draining")
-        for pool, n in staying.items():
-            if n > most.get(pool, 0):
-                said[f"{n} nodes of pool {pool}, which may have {most.get(pool, 0)}"] = None
-        if state.job.max_nodes is not None and len(state.alive) > state.job.max_nodes:
-            said[f"{len(state.alive)} nodes, max_nodes is {state.job.max_nodes}"] = None
-        budget, hours = state.job.budget_usd, state.job.deadline_h
-        if budget is not None and state.usd > budget + state.usd_per_h * over_s / 3600 + 1e-9:
-            said[f"it spent more than its budget of ${budget:.4f}"] = None
-        if hours is not None and change.at_s > 3600 * hours + over_s:
-            said[f"it ran beyond its deadline of {hours:.4f} h"] = None
-    return _counted("bounds", iter(said), BOUNDS)

@@ -21,9 +21,28 @@ from elastic.scenarios.limit import Failed, Limit
 from elastic.storage import Storage, open_storage
 
 CALM_STEPS = 8  # of a generation: a peer replica comes every 4, up to 3 more while it is on its way
-LOOK_S, GONE_S = 0.1, 20.0
+LOOK_S, GONE_S, TAIL = 0.1, 20.0, 1500
 LEFT_OUT = ("RAY_ADDRESS", "ELASTIC_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 ALWAYS = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def environment_of(more: Mapping[str, str]) -> dict[str, str]:
+    """Of a process that is tried: this one's, without what says where runs take place."""
+    inherited = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+    return {**inherited, **ALWAYS, **more}
+
+
+def in_short(text: str) -> str:
+    """The end of what a process wrote, in one line."""
+    return " ".join(text[-TAIL:].split())
+
+
+def last_json(text: str, instead: str = "") -> dict[str, Any]:
+    """The last line that is a JSON object. Raises Failed, with what was written `instead`."""
+    found = [line for line in text.splitlines() if line.startswith("{")]
+    if not found:
+        raise Failed(f"it printed no result: {instead or in_short(text)}")
+    return dict(json.loads(found[-1]))
 
 
 @dataclass(frozen=True)
@@ -147,11 +166,10 @@ class WatchedRun:
             )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
         # torch's own, of all runs of a user: it is to stay
         compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-        own = {"TMPDIR": str(self.temporary), **ALWAYS, **self.stage.environment}
-        return {"TORCHINDUCTOR_CACHE_DIR": compiled, **inherited, **own}
+        own = environment_of({"TMPDIR": str(self.temporary), **self.stage.environment})
+        return {"TORCHINDUCTOR_CACHE_DIR": compiled, **own}
 
     def calm(self, world: int | None = None) -> None:
         """Waits until the newest generation has done some steps. `world`: and has that many
@@ -177,11 +195,7 @@ class WatchedRun:
         self.until(
             lambda: self.process is not None and self.process.poll() is not None, "the run stopped"
         )
-        text = (self.stage.folder / "out.log").read_text()
-        found = [line for line in text.splitlines() if line.startswith("{")]
-        if not found:
-            raise Failed(f"the run printed no summary: {self._tail()}")
-        return dict(json.loads(found[-1]))
+        return last_json((self.stage.folder / "out.log").read_text(), instead=self._tail())
 
     def driver_killed(self) -> float:
         """SIGKILL of the driver; the next one of the same run. Seconds from the kill to a new step
@@ -212,8 +226,7 @@ class WatchedRun:
         self._look_at_processes()
 
     def _tail(self) -> str:
-        text = (self.stage.folder / "err.log").read_text(errors="replace")
-        return " ".join(text[-1200:].split())
+        return in_short((self.stage.folder / "err.log").read_text(errors="replace"))
 
     def _look_at_processes(self) -> None:
         if self.process is not None:

@@ -279,7 +279,7 @@ def test_a_crew_that_was_only_starting_is_kept_and_one_that_had_begun_is_not() -
         with pytest.raises(type(error)):
             with lab.worker_pool(Limit.after(60)) as worker_pool:
                 if entered:
-                    worker_pool._begun = True
+                    worker_pool.stores[1] = None
                 raise error
         return lab._worker_pool is worker_pool
 

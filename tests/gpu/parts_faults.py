@@ -103,7 +103,7 @@ def _sticky(tell: Tell, lab: Lab, worker_pool: WorkerPool) -> None:
     )
     tell("sticky.went_on", True)
     tell("sticky.went_on_s", time.monotonic() - asked)
-    worker_pool.kill(lost)
+    worker_pool.hosted.kill(lost)
 
 
 def _endless(tell: Tell, name: str, lab: Lab, worker_pool: WorkerPool) -> None:
@@ -149,7 +149,7 @@ def _endless(tell: Tell, name: str, lab: Lab, worker_pool: WorkerPool) -> None:
         f"{name}.others_left_s",
         max(worker_pool.left(plan, [other], 40.0, broken=True).values()) - asked_s,
     )
-    worker_pool.kill(hangs)
+    worker_pool.hosted.kill(hangs)
 
 
 def _said(worker_pool: WorkerPool, since: int) -> dict[WorkerId, Stands]:

@@ -188,7 +188,8 @@ def of_asked(asked: GpuRequest, cloud: str = "") -> MachineGroup:
             "GPUs"
         )
     found = _cheapest(asked, types)
-    chip = catalog.find_chip(named.chip) if named else _wanted_chip(asked, found)
+    known = named or found
+    chip = catalog.find_chip(known.chip if known else asked.kind)
     per_node = asked.per_node or (
         found.gpus if found else min(asked.n_gpus or USUAL_PER_NODE, USUAL_PER_NODE)
     )
@@ -205,10 +206,6 @@ def of_asked(asked: GpuRequest, cloud: str = "") -> MachineGroup:
         host_memory_bytes=found.host_memory_bytes if found else 0,
     )  # fmt: skip
     return of_pool(pool, pool.max_nodes, price_from)
-
-
-def _wanted_chip(asked: GpuRequest, found: catalog.InstanceType | None) -> catalog.Chip:
-    return catalog.find_chip(found.chip) if found else catalog.find_chip(asked.kind)
 
 
 def _types(asked: GpuRequest, cloud: str) -> list[catalog.InstanceType]:

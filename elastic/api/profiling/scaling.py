@@ -20,6 +20,7 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.profiles.profile_bars import save_scaling, scaling_lines
 from elastic.observe.profiles.profile_files import mean_parts, read_profile
+from elastic.observe.reporting.pictures import asked_for
 from elastic.observe.run_view import View
 from elastic.storage import open_storage
 from elastic.text import n_of
@@ -101,12 +102,8 @@ def scaling_study(job: str | Path, wishes: ScalingRequest) -> ScalingStudy:
     study = ScalingStudy(specs[0].name, runs)
     if wishes.png is None:
         return study
-    try:
+    with asked_for(wishes.png):
         png = save_scaling(study.plain(), wishes.png)
-    except (OSError, ValueError) as error:
-        raise SpecError(
-            f"--png {wishes.png}: cannot be written ({error}); give a file that ends in .png"
-        ) from error
     return ScalingStudy(study.job, study.runs, str(png))
 
 

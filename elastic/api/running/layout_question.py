@@ -30,7 +30,7 @@ from elastic.program import Program
 from elastic.types import Job, ModelProfile, Pool
 from elastic.types.grid import axes_of
 from elastic.types.typed_job import Axis
-from elastic.version import PACKAGE
+from elastic.version import PACKAGE, python_path
 
 if TYPE_CHECKING:
     from elastic.worker.equivalence.layout_check import Verdict
@@ -127,11 +127,10 @@ class LayoutCheck:
         (here / "asked").write_text(
             json.dumps({**asked, "job": with_made_up_data(asked["job"], here / "data").plain()})
         )
-        paths = [asked["job"].folder, str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
         own = {
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": python_path(asked["job"].folder),
         }
         environment = {**os.environ, **own}
         command = ["elastic.worker.equivalence.layout_check"]

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from elastic.certify.harness.lab import Lab
 from elastic.certify.harness.layouts_tried import N_BLOCKS, job_of, layouts, live, plan_of
@@ -69,13 +70,7 @@ def abort_layouts(n: int) -> list[Layout]:
 def abort_task(lab: Lab) -> Task:
     found = abort_layouts(lab.place.ranks)
     names = tuple(f"abort {layout}" for layout in found)
-    return Task(
-        names,
-        lambda limit: _abort(lab, found, limit),
-        least_s=10.0,
-        weight=1.0,
-        where=lab.place.where,
-    )
+    return Task(names, partial(_abort, lab, found), least_s=10.0, weight=1.0, where=lab.place.where)
 
 
 def _abort(lab: Lab, found: list[Layout], limit: Limit) -> Iterator[Check]:
@@ -90,12 +85,12 @@ def _hang(worker_pool: WorkerPool, layout: Layout) -> Check:
     worker_pool.enter(plan)
     worker_pool.stepped(plan, 3)
     hung, others = plan.ranks[-1], plan.ranks[:-1]
-    worker_pool.stop(hung)
+    worker_pool.hosted.stop(hung)
     _quiet(worker_pool, plan)
     asked = time.monotonic()
     worker_pool.abort(1, others)
     freed = worker_pool.left(plan, others, broken=True)
-    worker_pool.kill(hung)
+    worker_pool.hosted.kill(hung)
     after = plan_of(2, Layout(dp_shard=len(others)), others, n_blocks=N_BLOCKS)
     worker_pool.log.clear()
     worker_pool.enter(after)
@@ -152,7 +147,7 @@ class Story:
 def story_task(lab: Lab) -> Task:
     return Task(
         ("kill", "growth", "notice"),
-        lambda limit: _story(lab, limit),
+        partial(_story, lab),
         least_s=20.0,
         weight=1.5,
         where=lab.place.where,
@@ -176,7 +171,7 @@ def _story(lab: Lab, limit: Limit) -> Iterator[Check]:
         worker_pool.stepped(first, 1)
         story = Story(worker_pool, time.monotonic() - worker_pool.started_s, [first])
         figures = [_kill(story)]
-        worker_pool.reopen(worker_pool.n - 1, job, run)
+        worker_pool.hosted.open(worker_pool.n - 1, job, run)
         worker_pool.until(
             lambda: len(worker_pool.events(NodePrepared)) > worker_pool.n,
             "the new worker prepared",
@@ -214,7 +209,7 @@ def _kill(story: Story) -> dict[str, float]:
     worker_pool.stepped(old, PEER_EVERY + 2)
     lost, survivors = old.ranks[-1], old.ranks[:-1]
     killed = time.monotonic()
-    worker_pool.kill(lost)
+    worker_pool.hosted.kill(lost)
     told_s = killed + TOLD_S
     worker_pool.until(
         lambda: bool(worker_pool.events(WorkerFailed, 1)) or time.monotonic() > told_s,

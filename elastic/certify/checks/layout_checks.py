@@ -4,6 +4,7 @@ process; group creation."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from statistics import median
 
 from elastic.certify.harness.lab import Lab
@@ -45,7 +46,7 @@ def task(lab: Lab) -> Task:
     found = all_layouts(lab.place.ranks)
     return Task(
         (*map(name_of, found), "groups"),
-        lambda limit: _work(lab, found, limit),
+        partial(_work, lab, found),
         least_s=12.0,
         weight=3.0,
         where=lab.place.where,

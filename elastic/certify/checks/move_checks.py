@@ -4,6 +4,7 @@ content proven by digests."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from statistics import median
 
 from elastic.certify.checks.fault_checks import MANY, digests_agree, leave
@@ -41,13 +42,7 @@ def chain(n: int) -> list[Layout]:
 
 
 def task(lab: Lab) -> Task:
-    return Task(
-        ("reshard",),
-        lambda limit: _work(lab, limit),
-        least_s=20.0,
-        weight=1.5,
-        where=lab.place.where,
-    )
+    return Task(("reshard",), partial(_work, lab), least_s=20.0, weight=1.5, where=lab.place.where)
 
 
 def _work(lab: Lab, limit: Limit) -> Iterator[Check]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 from elastic.certify.checks.fault_checks import MANY, leave
@@ -29,11 +30,7 @@ RATIO = Bound(
 
 def task(lab: Lab) -> Task:
     return Task(
-        ("step time",),
-        lambda limit: _work(lab, limit),
-        least_s=25.0,
-        weight=1.5,
-        where=lab.place.where,
+        ("step time",), partial(_work, lab), least_s=25.0, weight=1.5, where=lab.place.where
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -37,16 +38,12 @@ Items = list[tuple[Box, torch.Tensor]]
 
 
 def task(storage_uri: str) -> Task:
-    return Task(
-        ("checkpoint",),
-        lambda limit: _work(open_storage(storage_uri), limit),
-        least_s=10.0,
-        weight=0.7,
-    )
+    return Task(("checkpoint",), partial(_work, storage_uri), least_s=10.0, weight=0.7)
 
 
-def _work(base: Storage, limit: Limit) -> Iterator[Check]:
-    storage = open_storage(base.uri_of(f"certify-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"))
+def _work(uri: str, limit: Limit) -> Iterator[Check]:
+    own = f"certify-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    storage = open_storage(open_storage(uri).uri_of(own))
     try:
         yield checkpoint(storage, limit, _rows(storage, limit))
     finally:

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from elastic.scenarios.one_process import losses, program_file, worst_difference
 from elastic.scenarios.scenario import Act, Nodes, Scenario
 from elastic.scenarios.stages import OWN_NODES, cluster_pools, on_cluster, own_cluster
 from elastic.scenarios.stories import LOOP_SCRIPT
+from elastic.scenarios.watched_run import last_json
 from elastic.storage import Storage
 
 RESTARTED, TORCHRUN, RAY_TRAIN = "plain script: kill", "torchrun", "Ray Train"
@@ -71,35 +73,21 @@ def tasks(lab: Lab) -> list[Task]:
         found.append(
             Task(
                 names,
-                lambda limit: _loop(lab, limit),
+                partial(_loop, lab),
                 least_s=LOOP_SCRIPT.least_s,
                 weight=1.5,
                 where=scenario_checks.where(place, LOOP_SCRIPT),
             )
         )
     if not why_no_torchrun():
-        found.append(
-            Task((TORCHRUN,), lambda limit: _torchrun(lab, limit), least_s=15.0, weight=0.7)
-        )
+        found.append(Task((TORCHRUN,), partial(_torchrun, lab), least_s=15.0, weight=0.7))
     if not why_no_train(place):
         found.append(
-            Task(
-                (RAY_TRAIN,),
-                lambda limit: _ray_train(lab, limit),
-                least_s=25.0,
-                weight=1.0,
-                where=OWN,
-            )
+            Task((RAY_TRAIN,), partial(_ray_train, lab), least_s=25.0, weight=1.0, where=OWN)
         )
     if place.ray:
         found.append(
-            Task(
-                (RESTARTED,),
-                lambda limit: _restarted(lab, limit),
-                least_s=35.0,
-                weight=1.2,
-                where=OWN,
-            )
+            Task((RESTARTED,), partial(_restarted, lab), least_s=35.0, weight=1.2, where=OWN)
         )
     return found
 
@@ -199,7 +187,7 @@ def _torchrun(lab: Lab, limit: Limit) -> Iterator[Check]:
     text = child.run([sys.executable, *words], child.Setting(folder, own), limit, what="torchrun")
     from elastic.worker.checkpoint import checkpoint_index
 
-    last = child.last_json(text)
+    last = last_json(text)
     alone = losses("unpaced", job, STEPS, limit=limit)
     problems = checkpoint_index.verify(last["checkpoint"])
     figures = {
@@ -228,7 +216,7 @@ def _ray_train(lab: Lab, limit: Limit) -> Iterator[Check]:
             limit,
             what="ElasticTrainer.fit",
         )
-    found = child.last_json(text)
+    found = last_json(text)
     if found["error"]:
         raise Failed(f"ElasticTrainer.fit: {found['error']}")
     job = {"seed": SEED, "global_batch": GLOBAL_BATCH, "clip_grad_norm": 1.0}

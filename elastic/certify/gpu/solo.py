@@ -7,7 +7,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,21 +27,20 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import WorkerOrder
+from elastic.worker.process.free_memory import resident_bytes
 from elastic.worker.session.session import Session
 from elastic.worker.session.workplace import host_rendezvous
 
 MANY = 1_000_000  # steps: until it is told to stop
 
 
-def sized(
-    size: str, global_batch: int, more: dict[str, Any] | None = None
-) -> tuple[Any, dict[str, Any]]:
+def sized(size: str, global_batch: int) -> tuple[Any, dict[str, Any]]:
     """The program in that size, and a job that trains it in bfloat16."""
     os.environ["CERTIFY_SIZE"] = size
     file = program_file("sized")
     program = load_program(file)
     job = job_of("one-gpu", file, MANY) | {"global_batch": global_batch, "n_samples": 4096}
-    return program, job | {"precision": "bfloat16", "reduce_dtype": "float32"} | (more or {})
+    return program, job | {"precision": "bfloat16", "reduce_dtype": "float32"}
 
 
 def device_of(cpu: bool) -> torch.device:
@@ -122,7 +120,7 @@ def memory_mib(cpu: bool) -> dict[str, float]:
 
 
 def rss_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return resident_bytes() / 2**20
 
 
 def open_fds() -> int:

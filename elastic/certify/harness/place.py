@@ -86,9 +86,10 @@ class Place:
             _version("ray") if self.ray else NO_RAY,
             time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         )
+        kind = storage.partition("://")[0] if "://" in storage else "a local folder"
         return {
             "kind": self.kind, "on": self._on(), "ranks": self.ranks, "gpus": list(self.gpu_names),
-            "ray": ray, "storage": _kind_of(storage), "torch": _version("torch"),
+            "ray": ray, "storage": kind, "torch": _version("torch"),
             "python": platform.python_version(), "elastic": __version__, "cpus": _cpus(),
             "load_1min": round(os.getloadavg()[0], 2), "at": at,
         }  # fmt: skip
@@ -151,10 +152,6 @@ def _visible() -> list[tuple[str, str]]:
     n = torch.cuda.device_count()
     indices = given[:n] if len(given) >= n else [str(i) for i in range(n)]
     return [(indices[i], torch.cuda.get_device_name(i)) for i in range(n)]
-
-
-def _kind_of(storage: str) -> str:
-    return storage.partition("://")[0] if "://" in storage else "a local folder"
 
 
 def _version(name: str) -> str:

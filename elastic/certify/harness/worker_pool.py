@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from elastic.certify.tasks import Failed, Limit, TaskRefused
 from elastic.types import (
+    Abort,
     Action,
     EnterPlan,
     Event,
@@ -23,6 +24,7 @@ from elastic.types import (
 )
 from elastic.types.orders import WorkerOrder
 from elastic.worker.hosting.session_processes import SessionProcess, SessionProcesses
+from elastic.worker.session.workplace import host_rendezvous
 
 # for anything that is waited for; a worker's bound in elastic.worker.hosting.liveness
 MOST_S = 60.0
@@ -41,7 +43,8 @@ class WorkerPool:
     # of the sessions that are open now
     log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)
     started_s: float = 0.0  # when the processes were started
-    _begun: bool = False
+    # where the ranks of a generation meet; dropping one frees who waits there
+    stores: dict[int, Any] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -54,7 +57,7 @@ class WorkerPool:
     @property
     def entered_any(self) -> bool:
         """Has a generation been ordered since the sessions were opened?"""
-        return self._begun
+        return bool(self.stores)
 
     def __enter__(self) -> WorkerPool:
         self.started_s = time.monotonic()
@@ -63,6 +66,7 @@ class WorkerPool:
 
     def __exit__(self, *exc: object) -> None:
         self.hosted.end()
+        self.stores.clear()
 
     # --------------------------------------------------------------------------------------- orders
 
@@ -72,12 +76,12 @@ class WorkerPool:
 
         Raises Refused where there is no place for one of them.
         """
-        self._begun = False
+        self.stores.clear()
         self.log.clear()
         self.hosted.renew([WorkerId(f"node{i}", 0) for i in range(self.n)])
         for i, process in enumerate(self.hosted.processes):
             self._wait_for_place(process)
-            self.reopen(i, job, run)
+            self.hosted.open(i, job, run)
         self.until(lambda: len(self.events(NodePrepared)) >= self.n, "all workers prepared")
 
     def _wait_for_place(self, process: SessionProcess) -> None:
@@ -86,28 +90,21 @@ class WorkerPool:
         if why:
             raise Failed(why) if process.ended else TaskRefused(why)
 
-    def reopen(self, i: int, job: Mapping[str, Any], run: str) -> None:
-        """Worker `i` gets a new session, in a new process where the old one is gone."""
-        self.hosted.open(i, job, run)
-
     def order(self, worker: WorkerId, action: Action) -> None:
         self.hosted.order(worker, WorkerOrder(action))
 
     def enter(self, plan: Plan) -> None:
         """Orders the generation to its ranks and to those that only hold state."""
-        self._begun = True
-        self.hosted.meet(EnterPlan(plan), self.hosted.meeting(plan, MOST_S, MEETS_S))
+        rendezvous, self.stores[plan.generation] = host_rendezvous(
+            plan, self.hosted.host, MOST_S, store_s=MEETS_S
+        )
+        for worker in rendezvous.participants:
+            self.hosted.order(worker, WorkerOrder(EnterPlan(plan), rendezvous))
 
     def abort(self, generation: int, workers: Collection[WorkerId]) -> None:
-        self.hosted.abort(generation, workers)
-
-    def stop(self, worker: WorkerId) -> None:
-        """SIGSTOP: it hangs."""
-        self.hosted.stop(worker)
-
-    def kill(self, worker: WorkerId) -> None:
-        """SIGKILL; returns when it is gone."""
-        self.hosted.kill(worker)
+        self.stores[generation] = None
+        for worker in workers:
+            self.order(worker, Abort(generation))
 
     # ----------------------------------------------------------------------------------------- news
 
@@ -150,17 +147,14 @@ class WorkerPool:
             ]
             if bad:
                 raise Failed(f"while waiting for '{what}': {bad[0].worker}: {bad[0].error}")
-            self._look_for_dead(what, broken)
+            dead = [str(worker) for worker in self.workers if self.hosted.process(worker).ended]
+            if dead and not broken:
+                raise Failed(f"while waiting for '{what}': the process of {', '.join(dead)} ended")
             self.limit.look(what)
             if time.monotonic() > end_s:
                 raise Failed(
                     f"'{what}' did not happen within {most_s:.0f} s; the last news: {self._tail()}"
                 )
-
-    def _look_for_dead(self, what: str, broken: bool) -> None:
-        dead = [str(worker) for worker in self.workers if self.hosted.process(worker).ended]
-        if dead and not broken:
-            raise Failed(f"while waiting for '{what}': the process of {', '.join(dead)} ended")
 
     def _tail(self) -> str:
         return (

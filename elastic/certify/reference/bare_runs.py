@@ -3,7 +3,6 @@ what rank 0 printed."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,30 +13,22 @@ from typing import Any
 from elastic.certify.harness.place import Place
 from elastic.cluster.ray.processes import free_port
 from elastic.scenarios.limit import Failed, Limit
+from elastic.scenarios.watched_run import TAIL, last_json
 from elastic.worker.process.environment import die_with_parent
 
+BARE_TORCH = "elastic.certify.reference.bare_torch"
 MOST_S = 90.0
 WIRE_BYTES = 16 << 20
-TAIL = 1500
 
 
 def wire(place: Place, limit: Limit) -> float:
     """GB/s of bare messages between all ranks at once."""
-    return float(
-        run(place, ("elastic.certify.reference.bare_torch", "wire", str(WIRE_BYTES)), limit)[
-            "gb_per_s"
-        ]
-    )
+    return float(run(place, (BARE_TORCH, "wire", str(WIRE_BYTES)), limit)["gb_per_s"])
 
 
 def train(place: Place, n_steps: int, limit: Limit) -> list[float]:
     """Seconds of each step of the plain loop."""
-    return [
-        float(s)
-        for s in run(place, ("elastic.certify.reference.bare_torch", "train", str(n_steps)), limit)[
-            "step_s"
-        ]
-    ]
+    return [float(s) for s in run(place, (BARE_TORCH, "train", str(n_steps)), limit)["step_s"]]
 
 
 def run(
@@ -80,10 +71,9 @@ def _rank(rank: int, world: int, host: str, *, port: int) -> dict[str, str]:
 
 
 def _result(module: tuple[str, ...], text: str, failed: bool) -> dict[str, Any]:
-    found = [line for line in text.splitlines() if line.startswith("{")]
-    if failed or not found:
+    if failed:
         raise Failed(f"{' '.join(module)} failed: {text[-TAIL:]}")
-    return dict(json.loads(found[-1]))
+    return last_json(text)
 
 
 def _on_cluster(

@@ -27,7 +27,7 @@ from typing import Any
 from elastic.cluster.local import cluster_token, fork_server
 from elastic.cluster.ray import processes
 from elastic.errors import InternalError
-from elastic.version import PACKAGE
+from elastic.version import python_path
 
 # by this very name Ray listens on loopback only; for any other address on all interfaces
 HOST = "127.0.0.1"
@@ -229,19 +229,14 @@ class LocalCluster:
                     answer.set_exception(InternalError(text))
 
 
-def _environment(python_path: Sequence[str]) -> dict[str, str]:
+def _environment(folders: Sequence[str]) -> dict[str, str]:
     """Of the keeper, and so of all nodes and workers."""
-    path = [
-        *python_path,
-        str(PACKAGE.parent),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RAY_ADDRESS", cluster_token.INSTEAD)
     }
-    return {**WORKER_ENVIRONMENT, **inherited, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
+    return {**WORKER_ENVIRONMENT, **inherited, "PYTHONPATH": python_path(*folders)}
 
 
 # ------------------------------------------------------------------------------ the cluster process

@@ -45,7 +45,7 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.orders import Rendezvous
-from elastic.version import PACKAGE
+from elastic.version import python_path
 
 LOOK_S = 0.1
 NAP_S, NAP_MOST_S = 0.001, 0.2  # between two looks of a rank that waits for another
@@ -262,8 +262,7 @@ class RankProcess:
         environment = os.environ | place.environment(self.run_name) | {PARENT: str(os.getpid())}
         # into a pipe it would print by blocks, and its steps came late
         environment.setdefault("PYTHONUNBUFFERED", "1")
-        paths = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        environment["PYTHONPATH"] = python_path()
         if gpus:
             environment[GPUS] = gpus
         elif not visible_gpus():

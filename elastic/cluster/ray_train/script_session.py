@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +24,7 @@ GRACE_S, GRACE_LOSS_S = 30.0, 3.0  # from SIGTERM to SIGKILL, unless the order s
 class ScriptSession:
     """See the module. What a script cannot do (a copy, other shares) is ordered in vain."""
 
-    def __init__(
-        self,
-        me: WorkerId,
-        job: dict[str, Any],
-        run_uri: str,
-        *,
-        orphan: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str) -> None:
         self.me, self.job = me, Job.from_plain(job)
         self._run_name = run_uri.rstrip("/").rpartition("/")[2]
         self._lock = threading.Condition()

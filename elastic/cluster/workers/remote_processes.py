@@ -4,7 +4,6 @@ left alone."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.nodes.providers import RayNode, living
 from elastic.cluster.ray import _ray_private, processes
 from elastic.cluster.ray.address import check_reachable, unreachable
+from elastic.worker.hosting.served_session import imported
 from elastic.worker.process.environment import die_with_parent, settle
 
 NAMESPACE = "elastic-outposts"
@@ -84,11 +84,10 @@ class _Hosted:
     def __init__(self, order: ProcessOrder) -> None:
         os.environ.update(order.environment or {})
         settle()
-        module, _, name = order.made_by.partition(":")
         self.news: list[tuple[int, Any]] = []
         self.n = 0
         self.lock = threading.Condition()
-        self.it = getattr(importlib.import_module(module), name)(self._put, *order.arguments)
+        self.it = imported(order.made_by)(self._put, *order.arguments)
 
     def _put(self, message: Any) -> None:
         with self.lock:

@@ -8,7 +8,6 @@ is imported.
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import sys
@@ -36,6 +35,7 @@ from elastic.types import (
 )
 from elastic.types.orders import WorkerOrder
 from elastic.version import versions
+from elastic.worker.hosting.served_session import imported
 from elastic.worker.process.environment import settle
 
 log = logging.getLogger(__name__)
@@ -251,10 +251,9 @@ class Worker:
 def _imported(path: str) -> Any:
     """What `module:name` is. No garbage is looked for meanwhile: an import leaves none, and the
     looking took a tenth of it."""
-    module, _, name = path.partition(":")
     gc.disable()
     try:
-        return getattr(importlib.import_module(module), name)
+        return imported(path)
     finally:
         gc.enable()
 

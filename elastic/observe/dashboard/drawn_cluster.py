@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.observe.metrics.run_numbers import over_nodes
+from elastic.observe.metrics.node_loads import over_nodes
 from elastic.observe.node_speeds import SLOW
 from elastic.observe.run_view import View
 from elastic.types import AXES, Node, NodeLoadSeen, Plan
@@ -32,7 +32,7 @@ def cluster(view: View) -> dict[str, Any]:
         "copies": _copies(view),
         "load": {
             name: float(f"{value:.3g}")
-            for name, value in over_nodes([seen for _, seen in view.loads.values()]).items()
+            for name, value in over_nodes(view.loads.of(view.loads.newest)).items()
         },
     }
 
@@ -65,8 +65,8 @@ def _nodes(view: View, plan: Plan | None, nodes: list[Node]) -> list[dict[str, A
                 "why": (
                     view.node_speeds.why(view.nodes, node.node_id) if node.node_id in told else ""
                 ),
-                "load": _load(*view.loads[node.node_id], now_s)
-                if node.node_id in view.loads
+                "load": _load(*view.loads.newest[node.node_id], now_s)
+                if node.node_id in view.loads.newest
                 else None,
             }
         )

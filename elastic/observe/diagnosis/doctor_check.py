@@ -75,7 +75,6 @@ class HostView:
         searched = [
             one for one in self.environment.get("LD_LIBRARY_PATH", "").split(":") if one
         ] + list(folders)
-        return [path for one in searched for path in sorted(self._in(one).glob(pattern))]
-
-    def _in(self, folder: str) -> Path:
-        return self.root / folder.lstrip("/")
+        return [
+            path for one in searched for path in sorted((self.root / one.lstrip("/")).glob(pattern))
+        ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from elastic.ledger.heard_lines import HeardLines
@@ -16,7 +17,6 @@ from elastic.policy.state.fold import Change, changes
 log = logging.getLogger(__name__)
 
 TAKEN_EVERY_S = 5.0  # lines, in a batch
-CLOSE_MOST_S = 10.0
 
 
 class JournalReader(Protocol):
@@ -28,7 +28,7 @@ class JournalReader(Protocol):
         """Every few seconds, and at the end."""
 
 
-class LiveNumbers:
+class LiveNumbers(HeardLines):
     """`tell`: called with all values every few seconds. Raises nothing into the run: what fails is
     said once in the log and asked no more."""
 
@@ -38,33 +38,20 @@ class LiveNumbers:
         tell: Sequence[Callable[[str, Sequence[Sample]], None]],
         readers: Sequence[JournalReader] = (),
     ) -> None:
+        super().__init__(self._follow, "live numbers")
         self._run, self._tell, self._readers = run, [*tell], [*readers]
-        self._lines = HeardLines(self._follow, "live numbers")
         self._numbers = RunNumbers()
-        self._before: Sequence[Line] = ()
-        self._epoch = 0
-
-    def start(self, before: Sequence[Line], epoch: int) -> None:
-        """`before`: the newest lines of earlier drivers; `epoch`: this driver's."""
-        self._before, self._epoch = before, epoch
-        self._lines.start()
-
-    def hear(self, line: Line) -> None:
-        self._lines.hear(line)
-
-    def close(self) -> None:
-        """Tells the rest; waits a bounded time for that."""
-        self._lines.close(CLOSE_MOST_S)
 
     # ----------------------------------------------------------------------------- in the thread
 
     def _follow(self) -> None:
         try:
-            self._take(self._earlier(), live=False)
+            for line in self._earlier():
+                self._take(line, live=False)
         except Exception as error:  # noqa: BLE001 - storage, or a journal of another version
             log.warning("%s: numbers begin with this driver (%s)", self._run.name, error)
             self._numbers = RunNumbers()
-        while self._take(self._lines.come(TAKEN_EVERY_S), live=True):
+        while self.take(TAKEN_EVERY_S, partial(self._take, live=True)):
             self._tick()
         self._tick()
 
@@ -74,18 +61,13 @@ class LiveNumbers:
             return ()
         return (line for line in self._run.lines() if line.epoch < self._epoch)
 
-    def _take(self, lines: Iterable[Line | None], live: bool) -> bool:
-        """False: there are no more to come."""
-        for line in lines:
-            if line is None:
-                return False
-            if line.epoch < self._numbers.state.epoch:
-                continue  # its writer had lost its lease
-            for change in changes((line,), self._numbers.state):
-                self._numbers.take(change)
-                for reader in self._readers:
-                    reader.take(change, self._numbers, live)
-        return True
+    def _take(self, line: Line, live: bool) -> None:
+        if line.epoch < self._numbers.state.epoch:
+            return  # its writer had lost its lease
+        for change in changes((line,), self._numbers.state):
+            self._numbers.take(change)
+            for reader in self._readers:
+                reader.take(change, self._numbers, live)
 
     def _tick(self) -> None:
         for reader in self._readers:

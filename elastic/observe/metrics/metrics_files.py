@@ -6,26 +6,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from elastic.ledger.heard_lines import HeardLines
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.metrics.metrics_csv import CSV, MetricsCsv
-from elastic.observe.metrics.run_numbers import over_nodes
+from elastic.observe.metrics.node_loads import NodeLoads, over_nodes
 from elastic.observe.metrics.step_rows import Row, row
 from elastic.observe.metrics.tensorboard_files import TensorBoardFiles
-from elastic.types import (
-    EnterPlan,
-    Evaluated,
-    NodeLoadSeen,
-    NodeLost,
-    PlanEntered,
-    PlansFound,
-    StepDone,
-)
+from elastic.types import EnterPlan, Evaluated, PlanEntered, PlansFound, StepDone
 
 log = logging.getLogger(__name__)
 
@@ -37,44 +28,30 @@ CLOSE_MOST_S = 30.0  # of which a callback may need the most
 PLANS_KEPT, STEPS_KEPT = 16, 4096
 
 
-class MetricsFiles:
+class MetricsFiles(HeardLines):
     """`on_step` is called with the row of each step, in order, when the next one has come: what is
     evaluated at a step is reported after it."""
 
     def __init__(self, run: RunFolder, on_step: OnStep | None = None) -> None:
+        super().__init__(self._follow, "metrics", CLOSE_MOST_S)
         self._run, self._on_step = run, on_step
-        self._lines = HeardLines(self._follow, "metrics")
-        self._before: Sequence[Line] = ()
         self._csv: MetricsCsv | None = None
         self._board: TensorBoardFiles | None = None
         self._waiting: list[Row] = []  # of steps, the newest last
         self._workers: dict[int, int] = {}  # generation -> how many
         self._generation = self._tokens = self._step = 0
         self._tokens_at: deque[tuple[int, int]] = deque(maxlen=STEPS_KEPT)  # step, tokens up to it
-        self._loads: dict[str, NodeLoadSeen] = {}  # by node, the newest
-        self._loaded = False  # it is to be drawn with the next step
+        self._loads, self._drawn_at_s = NodeLoads(), 0.0  # what has come since is to be drawn
         self._live = False  # False: what is read was told by an earlier driver
         self._draws = False  # in TensorBoard
         self._flushed_s = self._kept_s = time.monotonic()
-
-    def start(self, before: Sequence[Line]) -> None:
-        """`before`: the newest lines of earlier drivers."""
-        self._before = before
-        self._lines.start()
-
-    def hear(self, line: Line) -> None:
-        self._lines.hear(line)
-
-    def close(self) -> None:
-        """Writes the rest; waits a bounded time for that."""
-        self._lines.close(CLOSE_MOST_S)
 
     # ----------------------------------------------------------------------------- in the thread
 
     def _follow(self) -> None:
         self._open()
         self._live = self._draws = True
-        while self._take_all():
+        while self.take(FLUSH_S, self._take):
             now_s = time.monotonic()
             if now_s - self._flushed_s >= FLUSH_S:
                 self._flushed_s = now_s
@@ -83,14 +60,6 @@ class MetricsFiles:
                 self._keep()
         self._flush(len(self._waiting))
         self._keep()
-
-    def _take_all(self) -> bool:
-        """All lines that have come in a while. False: there are no more to come."""
-        for line in self._lines.come(FLUSH_S):
-            if line is None:
-                return False
-            self._take(line)
-        return True
 
     def _open(self) -> None:
         try:
@@ -121,6 +90,7 @@ class MetricsFiles:
 
     def _take(self, line: Line) -> None:
         for at_s, event in line.events:
+            self._loads.take(event, at_s)
             match event:
                 case StepDone():
                     self._done(event, at_s)
@@ -129,10 +99,6 @@ class MetricsFiles:
                     self._undone_after(event.step)
                 case Evaluated():
                     self._evaluated(event, at_s)
-                case NodeLoadSeen(node_id):
-                    self._loads[node_id], self._loaded = event, True
-                case NodeLost(node_id):
-                    self._loads.pop(node_id, None)
                 case PlansFound(plans):
                     self._workers |= {plan.generation: len(plan.ranks) for plan in plans}
                 case _:
@@ -182,8 +148,9 @@ class MetricsFiles:
         self._to_csv(lambda csv: csv.add(rows))
         if self._draws:
             self._to_board(lambda board: board.add_rows(rows))
-            if rows and self._loaded:
-                self._loaded, seen = False, over_nodes([*self._loads.values()])
+            if rows and self._loads.at_s != self._drawn_at_s:
+                self._drawn_at_s = self._loads.at_s
+                seen = over_nodes(self._loads.of(self._loads.newest))
                 at = rows[-1]["step"], rows[-1]["at_s"]
                 self._to_board(lambda board: board.add_values(*at, seen, part="system"))
         for one in rows if self._live else ():
@@ -208,7 +175,7 @@ class MetricsFiles:
             self._csv = None
             self._failed(CSV, error)
 
-    def _to_board(self, write: Callable[[TensorBoardFiles], None]) -> None:
+    def _to_board(self, write: Callable[[TensorBoardFiles], object]) -> None:
         try:
             if self._board is not None:
                 write(self._board)
@@ -227,9 +194,4 @@ class MetricsFiles:
             return
         if self._csv is not None:
             self._to_csv(lambda _: self._run.keep(CSV))
-        for name in self._board.names() if self._board is not None else ():
-            self._to_board(partial(_keep_file, self._run, name))
-
-
-def _keep_file(run: RunFolder, name: str, _: TensorBoardFiles) -> None:
-    run.keep(name)
+        self._to_board(lambda board: [*map(self._run.keep, board.names())])

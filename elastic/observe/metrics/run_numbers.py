@@ -12,6 +12,7 @@ from typing import get_args
 from elastic.observe.accounting.accounts import Account, Books
 from elastic.observe.accounting.model_flops import mfu
 from elastic.observe.accounting.transitions import PHASES, Transition
+from elastic.observe.metrics.node_loads import NodeLoads, over_nodes
 from elastic.policy.state.fold import EMPTY, Change, Phase, State
 from elastic.types import (
     CopyDamaged,
@@ -20,7 +21,6 @@ from elastic.types import (
     Evaluated,
     Event,
     GuardTripped,
-    NodeLoadSeen,
     NodeLost,
     Notice,
     RequestFailed,
@@ -59,8 +59,7 @@ class RunNumbers:
     validation_loss: float | None = None
     saved: CopyStored | None = None
     saved_at_s: float = 0.0
-    loads: dict[str, NodeLoadSeen] = field(default_factory=dict)  # by node, the newest
-    load_at_s: float = 0.0  # when the newest came
+    loads: NodeLoads = field(default_factory=NodeLoads)
     counted: Counter[tuple[str, Labels]] = field(default_factory=Counter)
     _n_transitions: int = 0  # that are counted
 
@@ -70,8 +69,7 @@ class RunNumbers:
         self.books.take(change)
         if self.state.pools != before.pools:
             self._begin_pools()
-        if isinstance(change.event, NodeLost):
-            self.loads.pop(change.event.node_id, None)
+        self.loads.take(change.event, change.at_s)
         if change.event is not None:
             self._count(change.event, before, change.at_s)
         self._count_transitions()
@@ -95,9 +93,7 @@ class RunNumbers:
 
     def system(self) -> dict[str, float]:
         """Of all nodes that have told their load; see `over_nodes`."""
-        return over_nodes(
-            [self.loads[n.node_id] for n in self.state.alive if n.node_id in self.loads]
-        )
+        return over_nodes(self.loads.of(node.node_id for node in self.state.alive))
 
     def samples(self) -> list[Sample]:
         """All that is known now."""
@@ -160,7 +156,7 @@ class RunNumbers:
             yield Sample("elastic_node_usd_per_hour", pool.usd_per_node_h, (pool.name,))
 
     def _of_loads(self) -> Iterator[Sample]:
-        for load in (self.loads[n.node_id] for n in self.state.alive if n.node_id in self.loads):
+        for load in self.loads.of(node.node_id for node in self.state.alive):
             for name, value in (
                 ("node_cpu_ratio", load.cpu_share),
                 ("node_memory_available_bytes", load.memory_free_bytes),
@@ -202,8 +198,6 @@ class RunNumbers:
                 self._add("elastic_tokens_total", event.tokens)
             case Evaluated(metrics=metrics) if "validation_loss" in metrics:
                 self.validation_loss = metrics["validation_loss"]
-            case NodeLoadSeen(node_id=node_id):
-                self.loads[node_id], self.load_at_s = event, at_s
             case Notice(node_id=node_id):
                 self._of_node("elastic_notices_total", node_id, before)
             case NodeLost(node_id=node_id, cause=cause) if cause != "released":
@@ -249,35 +243,6 @@ class RunNumbers:
             for phase in PHASES:
                 seconds = one.phases_s.get(phase, 0.0)
                 self._add("elastic_transition_phase_seconds_total", seconds, one.cause, phase)
-
-
-def over_nodes(loads: Sequence[NodeLoadSeen]) -> dict[str, float]:
-    """In a handful of numbers, however many nodes there are: means of what is used, the most that
-    is taken of any node's memory, the hottest GPU, the power of all."""
-    found: dict[str, list[float]] = {}
-    for load in loads:
-        taken = 1 - load.memory_free_bytes / load.memory_size_bytes
-        gpu_taken = None
-        if load.gpu_memory_bytes is not None and load.gpu_memory_size_bytes:
-            gpu_taken = load.gpu_memory_bytes / load.gpu_memory_size_bytes
-        for name, value in (
-            ("cpu_share", load.cpu_share),
-            ("memory_share_most", taken),
-            ("worker_bytes_most", float(load.worker_bytes)),
-            ("gpu_share", load.gpu_share),
-            ("gpu_memory_share_most", gpu_taken),
-            ("gpu_power_w_sum", load.gpu_power_w),
-            ("gpu_celsius_most", load.gpu_celsius),
-        ):
-            if value is not None:
-                found.setdefault(name, []).append(value)
-    return {name: _one(name, values) for name, values in found.items()}
-
-
-def _one(name: str, values: Sequence[float]) -> float:
-    if name.endswith("_most"):
-        return max(values)
-    return sum(values) if name.endswith("_sum") else sum(values) / len(values)
 
 
 def settled(transitions: Sequence[Transition], open_: bool) -> Sequence[Transition]:

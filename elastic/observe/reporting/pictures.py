@@ -4,9 +4,12 @@ letters."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from elastic.errors import SpecError
 
 Parts = Mapping[str, tuple[str, str, str]]  # part -> letter, color, what it is
 OTHER = ("?", "#17202a", "")
@@ -33,6 +36,17 @@ def saved(figure: Any, path: str | Path) -> Path:
         warnings.filterwarnings("ignore", "constrained_layout not applied")
         figure.savefig(target, dpi=120)
     return target
+
+
+@contextmanager
+def asked_for(path: str | Path) -> Iterator[None]:
+    """Around what saves the picture of --png. Raises SpecError where that cannot be."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"--png {path}: cannot be written ({error}); give a file that ends in .png"
+        ) from error
 
 
 def ordered(parts: Iterable[str], known: Parts) -> list[str]:

@@ -19,7 +19,7 @@ from typing import IO, Any
 from elastic.observe.trackers.tracker_points import TrackerPoint
 from elastic.observe.trackers.tracker_process import marked
 from elastic.observe.trackers.tracker_run import TrackedRun
-from elastic.version import PACKAGE
+from elastic.version import python_path
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +97,11 @@ class TrackerLink:
         """One process, to its end."""
         self._opened, self._sent = False, 0
         self._output.parent.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
         with self._output.open("a") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, self._library, str(self._mark)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
-                env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+                env={**os.environ, "PYTHONPATH": python_path()},
                 start_new_session=True,  # Ctrl-C is the driver's
             )  # fmt: skip
         self._process = process

@@ -104,9 +104,9 @@ class TrackerPoints:
 
     def _loads(self, numbers: RunNumbers) -> dict[str, float]:
         """Where nodes have told since the last point."""
-        if numbers.load_at_s == self._load_at_s:
+        if numbers.loads.at_s == self._load_at_s:
             return {}
-        self._load_at_s = numbers.load_at_s
+        self._load_at_s = numbers.loads.at_s
         return {f"system/{name}": value for name, value in numbers.system().items()}
 
     def _transition(self, numbers: RunNumbers) -> None:

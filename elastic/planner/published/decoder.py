@@ -8,7 +8,7 @@ implementation with fused attention, counted tensor by tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.types import (
     DTYPE_BYTES,
@@ -112,13 +112,13 @@ class Decoder:
             tokens=s,
         )
 
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Of the queries, and of the keys."""
+        return self.heads * self.width, self.kv_heads * self.width
+
     def _matmuls(self) -> tuple[Matmul, ...]:
-        s, h, wide, narrow = (
-            self.seq,
-            self.hidden,
-            self.heads * self.width,
-            self.kv_heads * self.width,
-        )
+        s, h, (wide, narrow) = self.seq, self.hidden, self._widths
         into = 2 if self.gated else 1
         made = [Matmul(s, h, wide + 2 * narrow, cut="n"), Matmul(s, wide, h, cut="k")]
         if not self.experts:
@@ -133,13 +133,7 @@ class Decoder:
         whole = Attention(self.seq, self.seq, self.heads, self.kv_heads, self.width)
         if not self.window or self.window >= self.seq:
             return (whole,)
-        part = Attention(
-            self.seq, self.seq, self.heads, self.kv_heads, self.width, window=self.window, count=0.5
-        )
-        return (
-            Attention(self.seq, self.seq, self.heads, self.kv_heads, self.width, count=0.5),
-            part,
-        )
+        return replace(whole, count=0.5), replace(whole, window=self.window, count=0.5)
 
     def _rows(self) -> int:
         """Tokens that the MLP computes, one that goes through several experts counted as often."""
@@ -148,12 +142,7 @@ class Decoder:
     def _kept(self, size: int) -> tuple[tuple[str, int], ...]:
         """Inputs of both norms, of the products and of attention, and what the activation needs;
         `selective` keeps the outputs of products and attention and the block's input."""
-        s, h, wide, narrow = (
-            self.seq,
-            self.hidden,
-            self.heads * self.width,
-            self.kv_heads * self.width,
-        )
+        s, h, (wide, narrow) = self.seq, self.hidden, self._widths
         qkv, mlp, rows = wide + 2 * narrow, (2 if self.gated else 1) * self.ffn, self._rows()
         scores = 0 if self.fused else int(2.5 * size) * self.heads * s * s
         spread = rows * h if self.experts else 0
@@ -175,7 +164,7 @@ class Decoder:
         return size * (s * (around + 6 * h) + mlp + scores + spread)
 
     def _specs(self) -> tuple[TensorSpec, ...]:
-        h, wide, narrow = self.hidden, self.heads * self.width, self.kv_heads * self.width
+        h, (wide, narrow) = self.hidden, self._widths
         made = [TensorSpec("embed.weight", (self.vocab, h), self.dtype, 0, -1)]
         for i in range(self.layers):
             made.append(TensorSpec(f"layers.{i}.qkv", (wide + 2 * narrow, h), self.dtype, 0, i))

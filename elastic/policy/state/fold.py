@@ -19,7 +19,6 @@ from elastic.policy.state.state import Phase as Phase
 from elastic.policy.state.state import PoolSeen as PoolSeen
 from elastic.policy.state.state import Request as Request
 from elastic.policy.state.state import State as State
-from elastic.policy.state.state import StopWish as StopWish
 from elastic.types import Decided, DriverStarted, Event, Quiesced, StepDone
 
 

@@ -142,7 +142,11 @@ def calibrated(lines: Iterable[Line], defaults: Delays | None = None) -> Calibra
         delays["prepare_s"] = median(first)
     return Calibration(
         replace(defaults or Delays(), changes_s=changes_s, **delays),
-        {layout: _period_s(ones) for layout, ones in by_layout.items()},
+        # the mean: a step that takes longer now and then counts as often as it comes
+        {
+            layout: fmean(step.step_time_s + one.between_s for one in ones for step in one.warm)
+            for layout, ones in by_layout.items()
+        },
         median(ratios) if ratios else 1.0,
         {name: len(values) for name, values in seen.values.items()}
         | ({"changes": len(changes_s)} if changes_s else {}),
@@ -152,12 +156,6 @@ def calibrated(lines: Iterable[Line], defaults: Delays | None = None) -> Calibra
         sum(step.data_s for step in steps) / whole_s if whole_s else 0.0,
         seen.start,
     )
-
-
-def _period_s(ones: Sequence[_Generation]) -> float:
-    """The mean: a step that takes longer now and then counts as often as it comes."""
-    steps = [(step.step_time_s + one.between_s) for one in ones for step in one.warm]
-    return fmean(steps)
 
 
 def _ratios(trained: Sequence[_Generation]) -> list[float]:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from elastic.models.experts import expert_modules
 from elastic.program import Program
+from elastic.user_frames import outwards
 from elastic.worker.equivalence.forward_trace import (
     Batch,
     Tracer,
@@ -143,12 +144,10 @@ def _unknown(func: Any, args: Any, kwargs: Any) -> str:
 def _checkpointed() -> bool:
     """Is a part of a module's own forward pass under way that will be computed again without the
     rest of it, and so without what it is wrapped in?"""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not Draws.inside.__code__:
-        if frame.f_code.co_filename == CHECKPOINT:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    inside = itertools.takewhile(
+        lambda frame: frame.f_code is not Draws.inside.__code__, outwards(sys._getframe(1))
+    )
+    return any(frame.f_code.co_filename == CHECKPOINT for frame in inside)
 
 
 def try_draws(program: Program, batch: Batch, call: ModelPass = call_model) -> DrawTrial:

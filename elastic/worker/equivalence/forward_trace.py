@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.program import Program
 from elastic.types import coarsest
-from elastic.user_frames import raised_at
+from elastic.user_frames import outwards, raised_at
 from elastic.version import PACKAGE
 from elastic.worker.equivalence.passes.python_numbers import numbers_of
 from elastic.worker.parallel.draw_requests import arguments_of
@@ -343,12 +343,10 @@ class Tracer:
     def where() -> tuple[str, bool]:
         """File and line of the program's frame that is nearest, and whether that file is its
         own."""
-        frame = sys._getframe(1)
-        while frame is not None:
+        for frame in outwards(sys._getframe(1)):
             file = frame.f_code.co_filename
             if not file.startswith(INTERNAL) and not file.startswith("<"):
                 return f"{Path(file).name}:{frame.f_lineno}", not file.startswith(INSTALLED)
-            frame = frame.f_back  # type: ignore[assignment]
         return "", False
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -46,13 +47,14 @@ Put = Callable[[Said], None]
 
 
 def forward(session: Any, put: Put, serial: int = 0) -> None:
-    """Until the session is closed: each of its beats, at least every POLL_S. Raises OSError when
-    nobody reads any more."""
+    """Until the session is closed, or nobody reads any more: each of its beats, at least every
+    POLL_S."""
     ack = 0
-    while not session.closed:
-        beat = session.poll(ack, POLL_S)
-        ack = beat.messages[-1][0] if beat.messages else ack
-        put(Said(serial, beat))
+    with suppress(OSError):
+        while not session.closed:
+            beat = session.poll(ack, POLL_S)
+            ack = beat.messages[-1][0] if beat.messages else ack
+            put(Said(serial, beat))
 
 
 class ServedSession:

@@ -12,11 +12,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol
 
-from elastic.types import Abort, Action, EnterPlan, FormGroups, Plan, Prepare, WorkerId
-from elastic.types.orders import Rendezvous, WorkerOrder
+from elastic.types import Action, Prepare, WorkerId
+from elastic.types.orders import WorkerOrder
 from elastic.worker.hosting.served_session import SERVED, Opening, serve
-from elastic.worker.process_groups.rendezvous import STORE_S
-from elastic.worker.session.workplace import host_rendezvous
 
 
 class SessionProcess(Protocol):
@@ -109,8 +107,6 @@ class SessionProcesses:
     host: str = "127.0.0.1"
     workers: list[WorkerId] = field(default_factory=list)
     processes: list[SessionProcess] = field(default_factory=list)
-    # where the ranks of a generation meet; dropping one frees who waits there
-    stores: dict[int, Any] = field(default_factory=dict)
     serial: int = 0
 
     def begin(self) -> None:
@@ -127,14 +123,13 @@ class SessionProcesses:
         for process in self.processes:
             process.join()
             process.pipe.close()
-        self.processes, self.stores = [], {}
+        self.processes = []
 
     # --------------------------------------------------------------------------------------- orders
 
     def renew(self, workers: Sequence[WorkerId]) -> None:
         """From now on the processes are those workers, each to be opened."""
         self.serial += 1
-        self.stores.clear()
         self.workers = list(workers)
 
     def open(self, i: int, job: Mapping[str, Any], run: str) -> None:
@@ -178,30 +173,6 @@ class SessionProcesses:
 
     def shared(self, order: WorkerOrder, n: int) -> WorkerOrder:
         return order
-
-    def meeting(self, plan: Plan, timeout_s: float, store_s: float = STORE_S) -> Rendezvous:
-        """Opens the store in which the participants of a plan meet. `store_s`: that one waits there
-        for another."""
-        rendezvous, self.stores[plan.generation] = host_rendezvous(
-            plan, self.host, timeout_s, store_s=store_s
-        )
-        return rendezvous
-
-    def meet(
-        self,
-        action: EnterPlan | FormGroups,
-        rendezvous: Rendezvous,
-        leave_out: Collection[WorkerId] = (),
-    ) -> None:
-        """Orders it to the participants: the plan's ranks, and those that only hold state."""
-        for worker in rendezvous.participants:
-            if worker not in leave_out:
-                self.order(worker, WorkerOrder(action, rendezvous))
-
-    def abort(self, generation: int, workers: Collection[WorkerId]) -> None:
-        self.stores.pop(generation, None)
-        for worker in workers:
-            self.order(worker, WorkerOrder(Abort(generation)))
 
     def stop(self, worker: WorkerId) -> None:
         """SIGSTOP: it hangs."""

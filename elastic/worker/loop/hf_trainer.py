@@ -328,12 +328,13 @@ def job_keys(args: Any, global_batch: int, n_samples: int) -> dict[str, Any]:
     as_it_is = (saves, args.save_steps) == (default.save_strategy, default.save_steps)
     best = args.load_best_model_at_end or saves == "best"
     trackers = [name for name in args.report_to if name not in ("none", "tensorboard")]
+    recomputes = args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)
     found = {
         "epochs" if whole else "steps": int(n_epochs) if whole else steps,
         "seed": args.seed if args.data_seed is None else args.data_seed,
         "clip_grad_norm": args.max_grad_norm or None,
         "precision": "bfloat16" if args.bf16 else None,
-        "activation_checkpointing": "full" if _checkpoints_activations(args) else None,
+        "activation_checkpointing": "full" if recomputes else None,
         "compile": args.torch_compile or None,
         "eval_every": every(args.eval_strategy, args.eval_steps),
         "checkpoint_every": None if as_it_is else every(saves, args.save_steps) or 0,
@@ -343,10 +344,6 @@ def job_keys(args: Any, global_batch: int, n_samples: int) -> dict[str, Any]:
         "data": {"loader_workers": n} if (n := args.dataloader_num_workers) else None,
     }
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _checkpoints_activations(args: Any) -> bool:
-    return bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", None))
 
 
 # ------------------------------------------------------------------------------------ in the loop

@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 from elastic.errors import PeerGarbled
 from elastic.text import ranks_of
+from elastic.user_frames import outwards
 from elastic.version import PACKAGE
 
 Kind = Literal["run.model", "run.backward"]
@@ -215,13 +217,10 @@ def calls_in(path: Path, generation: int) -> tuple[PartCalls, ...]:
 
 def _place(frame: FrameType | None) -> str:
     """The innermost line that is neither ours nor torch's."""
-    for _ in range(FRAMES_MOST):
-        if frame is None:
-            break
-        file = frame.f_code.co_filename
+    for one in islice(outwards(frame), FRAMES_MOST):
+        file = one.f_code.co_filename
         if not file.startswith(f"{PACKAGE}{os.sep}") and "/torch/" not in file:
-            return f"{file}, line {frame.f_lineno}"
-        frame = frame.f_back
+            return f"{file}, line {one.f_lineno}"
     return "an unknown line"
 
 

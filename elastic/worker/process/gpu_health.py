@@ -179,14 +179,7 @@ class DeviceNotes:
         return {name: int(n) for name, n in found.items() if n is not None}
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """None: this driver, package or GPU does not tell."""
-        function = getattr(self._nvml, name, None)
-        if function is None:
-            return None
-        try:
-            return function(self._handle, *arguments)
-        except Exception:  # noqa: BLE001 - a boundary: "not supported" and the like are classes of pynvml's own
-            return None
+        return ask(self._nvml, name, self._handle, *arguments)
 
 
 def nvml() -> Any:
@@ -194,6 +187,17 @@ def nvml() -> Any:
     try:
         return importlib.import_module(PACKAGE)
     except ImportError:
+        return None
+
+
+def ask(nvml: Any, name: str, *arguments: Any) -> Any:
+    """None: there is no NVML, or this driver, package or GPU does not tell."""
+    function = getattr(nvml, name, None)
+    if function is None:
+        return None
+    try:
+        return function(*arguments)
+    except Exception:  # noqa: BLE001 - a boundary: "not supported" and the like are classes of pynvml's own
         return None
 
 

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +81,17 @@ def _raised_by_program(error: BaseException) -> bool:
     return not (isinstance(error, RuntimeError) and called and place.tb_next is None)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A group that is to be made, and where its ranks meet."""
+
+    store: Store
+    name: str
+    ranks: list[int]
+    timeout: timedelta
+    host: Host
+
+
 class Transport:
     """gloo: connections are made with the group, and shutting them frees who waits
     (elastic.worker.process_groups.sockets)."""
@@ -99,28 +111,19 @@ class Transport:
         """A group of these ranks, in which this one is the `me`-th. Waits for all of them, if their
         host memory is a `mesh`. torch does not know of it until `enlist`: its tables may still be
         those of another generation."""
-        store = PrefixStore(f"{name}/", store)
-        group = dist.ProcessGroup(store, me, len(ranks))
+        asked = _Asked(PrefixStore(f"{name}/", store), name, list(ranks), timeout, host)
+        group = dist.ProcessGroup(asked.store, me, len(ranks))
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._connect(group, store, name, ranks=ranks, timeout=timeout, host=host)
+        self._connect(group, asked)
         group._set_group_name(GroupName(name))
         group._set_group_desc("undefined")
         return group
 
-    def _connect(
-        self,
-        group: Any,
-        store: Store,
-        name: str,
-        *,
-        ranks: Sequence[int],
-        timeout: timedelta,
-        host: Host,
-    ) -> None:
-        gloo = gloo_of(
-            PrefixStore("cpu/", store), group.rank(), group.size(), timeout=timeout, host=host
-        )
-        gloo.options.global_ranks_in_group, gloo.options.group_name = list(ranks), GroupName(name)
+    def _connect(self, group: Any, asked: _Asked) -> None:
+        store, timeout = PrefixStore("cpu/", asked.store), asked.timeout
+        gloo = gloo_of(store, group.rank(), group.size(), timeout=timeout, host=asked.host)
+        gloo.options.global_ranks_in_group = asked.ranks
+        gloo.options.group_name = GroupName(asked.name)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -179,25 +182,15 @@ class Nccl(Transport):
     def communicator(self, group: dist.ProcessGroup) -> Any:
         return group._get_backend(self.device)
 
-    def _connect(
-        self,
-        group: Any,
-        store: Store,
-        name: str,
-        *,
-        ranks: Sequence[int],
-        timeout: timedelta,
-        host: Host,
-    ) -> None:
-        if host != "device":
-            super()._connect(group, store, name, ranks=ranks, timeout=timeout, host=host)
+    def _connect(self, group: Any, asked: _Asked) -> None:
+        if asked.host != "device":
+            super()._connect(group, asked)
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout, options.group_name = NCCL_TIMEOUT, GroupName(name)
-        options.global_ranks_in_group = list(ranks)
-        nccl = dist.ProcessGroupNCCL(
-            PrefixStore("cuda/", store), group.rank(), group.size(), options
-        )
+        options._timeout, options.group_name = NCCL_TIMEOUT, GroupName(asked.name)
+        options.global_ranks_in_group = asked.ranks
+        store = PrefixStore("cuda/", asked.store)
+        nccl = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
     def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -247,16 +240,7 @@ class Pretended(Transport):
     def host_only(self) -> Transport:
         return self
 
-    def _connect(
-        self,
-        group: Any,
-        store: Store,
-        name: str,
-        *,
-        ranks: Sequence[int],
-        timeout: timedelta,
-        host: Host,
-    ) -> None:
+    def _connect(self, group: Any, asked: _Asked) -> None:
         import torch.testing._internal.distributed.fake_pg
         from torch._C._distributed_c10d import FakeProcessGroup
 

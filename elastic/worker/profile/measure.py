@@ -21,7 +21,7 @@ from elastic.data.collate import collate
 from elastic.errors import InternalError, SpecError
 from elastic.text import gib
 from elastic.types import HardwareProfile, Job, ModelProfile
-from elastic.version import PACKAGE
+from elastic.version import python_path
 from elastic.worker.process.free_memory import free_gpu_bytes, free_host_bytes
 from elastic.worker.profile import measure_process
 
@@ -134,9 +134,7 @@ def _sizes(n_gpus: int) -> tuple[int, ...]:
 
 def _started(folder: Path, rank: int) -> subprocess.Popen[bytes]:
     environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")])
-    )
+    environment["PYTHONPATH"] = python_path()
     with (folder / f"log-{rank}").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", measure_process.__name__, str(folder), str(rank)],

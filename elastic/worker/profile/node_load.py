@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic.types import Event, NodeLoadSeen
 from elastic.worker.process.free_memory import free_host_bytes, resident_bytes
-from elastic.worker.process.gpu_health import nvml
+from elastic.worker.process.gpu_health import ask, nvml
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class LoadReports:
 
     def _gpus(self) -> dict[str, Any]:
         handles = [
-            self._ask("nvmlDeviceGetHandleByIndex", i)
-            for i in range(self._ask("nvmlDeviceGetCount") or 0)
+            ask(self._nvml, "nvmlDeviceGetHandleByIndex", i)
+            for i in range(ask(self._nvml, "nvmlDeviceGetCount") or 0)
         ]
         gpus = [handle for handle in handles if handle is not None]
         if not gpus:
@@ -85,18 +85,8 @@ class LoadReports:
         }
 
     def _known(self, name: str, gpus: list[Any], *more: int) -> list[Any]:
-        answers = [self._ask(name, gpu, *more) for gpu in gpus]
+        answers = [ask(self._nvml, name, gpu, *more) for gpu in gpus]
         return [answer for answer in answers if answer is not None]
-
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        """None: there is no NVML, or this driver, package or GPU does not tell."""
-        function = getattr(self._nvml, name, None)
-        if function is None:
-            return None
-        try:
-            return function(*arguments)
-        except Exception:  # noqa: BLE001 - a boundary: "not supported" and the like are classes of pynvml's own
-            return None
 
 
 def _begun(found: Any) -> Any:

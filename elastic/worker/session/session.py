@@ -70,27 +70,19 @@ SCRIPT_THREAD = "script"
 
 
 class Session:
-    """See the module. `job`: as plain data; `run_uri` the run's folder in its storage; `orphan` is
-    called once when the worker has ended its work after the driver was gone (the shell decides when
-    that is). `device`: to train on, where it is not the only GPU that this process sees.
-    `train_function`: what is called instead of the job's script; `calls_file`: where it is kept
-    what that calls, so that it is known if this process dies."""
+    """See the module. `job`: as plain data; `run_uri` the run's folder in its storage. `device`: to
+    train on, where it is not the only GPU that this process sees. `train_function`: what is called
+    instead of the job's script; `calls_file`: where it is kept what that calls, so that it is known
+    if this process dies."""
 
     device: torch.device | None = None
     train_function: Callable[[], Callable[[], None]] | None = None
     calls_file: Path | None = None
 
-    def __init__(
-        self,
-        me: WorkerId,
-        job: dict[str, Any],
-        run_uri: str,
-        *,
-        orphan: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str) -> None:
         settle_allocator()
         settle_cuda_allocator()
-        self.me, self.orphan = me, orphan
+        self.me = me
         self._lock = threading.Condition()
         self._outbox = Outbox(self._lock)
         self._orders: list[EnterOrder] = []

@@ -8,12 +8,13 @@ import re
 import sysconfig
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any, Literal
 
 import torch
 
-from elastic.user_frames import COLLECTIVES, place_among
+from elastic.user_frames import COLLECTIVES, outwards, place_among
 from elastic.version import PACKAGE
 from elastic.worker.process.doing import Doing, Said, innermost_frames, said
 
@@ -41,7 +42,7 @@ def waits_in(threads: Iterable[threading.Thread]) -> tuple[str, Any] | None:
     with innermost_frames() as frames:
         for thread in threads:
             call: FrameType | None = None
-            for frame, _ in _outwards(frames.get(thread.ident or 0)):
+            for frame in _outwards(frames.get(thread.ident or 0)):
                 file = frame.f_code.co_filename
                 if file.endswith(COLLECTIVES):
                     call = frame
@@ -52,14 +53,12 @@ def waits_in(threads: Iterable[threading.Thread]) -> tuple[str, Any] | None:
     return None
 
 
-def _site(frame: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doing, str] | None:
+def _site(innermost: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doing, str] | None:
     """None: it waits for its turn. From the innermost frame outwards: torch's own files say whether
     they wait for other ranks or compile; ours count for what was said around them, else for work of
     this rank, as a program's do; Python's own files say nothing."""
     ours = ""
-    for _ in range(FRAMES_MOST):
-        if frame is None:
-            break
+    for frame in _outwards(innermost):
         file = frame.f_code.co_filename
         line = f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         if (what := said_in.get(frame)) is not None:
@@ -70,27 +69,20 @@ def _site(frame: FrameType | None, said_in: dict[FrameType, Said]) -> tuple[Doin
             if found == "others" and not ours and (called := _called_at(frame)):
                 return "script", called
             if found == "others" and not ours:
-                return found, place_among(_outwards(frame)) or line
+                return found, place_among((f, f.f_lineno) for f in _outwards(frame)) or line
             return ("own", ours) if ours else (found, line)
-        frame = frame.f_back
     return ("own", ours) if ours else ("", "")
 
 
-def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    for _ in range(FRAMES_MOST):
-        if frame is None:
-            break
-        yield frame, frame.f_lineno
-        frame = frame.f_back
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    return islice(outwards(frame), FRAMES_MOST)
 
 
-def _called_at(frame: FrameType | None) -> str:
+def _called_at(collective: FrameType) -> str:
     """The line of a program that calls this collective of all ranks itself; '' = torch or we do, or
     it is one of some ranks."""
     call: FrameType | None = None
-    for _ in range(FRAMES_MOST):
-        if frame is None:
-            break
+    for frame in _outwards(collective):
         file = frame.f_code.co_filename
         if file.endswith(COLLECTIVES):
             call = frame
@@ -100,7 +92,6 @@ def _called_at(frame: FrameType | None) -> str:
             if call.f_locals.get("group") not in (None, torch.distributed.group.WORLD):
                 return ""
             return f"{file}, line {frame.f_lineno} ({call.f_code.co_name})"
-        frame = frame.f_back
     return ""
 
 

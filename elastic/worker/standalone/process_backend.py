@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any, ClassVar
@@ -58,12 +57,10 @@ class OwnSession(SessionProcess):
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.pipe, self._into = Pipe(duplex=False)
-        threading.Thread(target=self._forward, name="own-session", daemon=True).start()
-
-    def _forward(self) -> None:
-        with suppress(OSError):  # nobody reads any more
-            forward(self.session, put_into(self._into))
+        self.pipe, into = Pipe(duplex=False)
+        threading.Thread(
+            target=forward, args=(session, put_into(into)), name="own-session", daemon=True
+        ).start()
 
     def send(self, word: Any) -> None:
         if isinstance(word, WorkerOrder):

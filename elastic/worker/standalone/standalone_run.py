@@ -62,7 +62,7 @@ from elastic.worker.hosting.resume_checks import (
     warn_of_clock,
     with_few,
 )
-from elastic.worker.hosting.served_session import Put, Said, forward, put_into
+from elastic.worker.hosting.served_session import Said, forward, put_into
 from elastic.worker.hosting.session_processes import SessionProcess, SessionProcesses
 from elastic.worker.profile.measure import accelerator_here
 from elastic.worker.session.session import Session
@@ -250,7 +250,7 @@ class StandaloneRun:
                 self._note(event)
             put(message)
 
-        threading.Thread(target=_forward, args=(session, noted), name="beats", daemon=True).start()
+        threading.Thread(target=forward, args=(session, noted), name="beats", daemon=True).start()
 
         def ask(reason: str) -> None:
             with suppress(OSError):  # rank 0 is gone: there is nothing to stop
@@ -449,11 +449,6 @@ class StandaloneRun:
             seen.resumed_at or 0, seen.losses.get(step), seen.tokens,
             time.monotonic() - self._began_s, seen.metrics, seen.newest,
         )  # fmt: skip
-
-
-def _forward(session: Session, put: Put) -> None:
-    with suppress(OSError):  # rank 0 is gone: the thread that reads says so
-        forward(session, put)
 
 
 def _live(others: Sequence[SessionProcess], ended: threading.Event) -> None:

@@ -17,7 +17,7 @@ from elastic.config.job import JobSpec
 from elastic.errors import SpecError
 from elastic.ledger.heard_lines import HeardLines
 from elastic.ledger.journal import Line, write_line
-from elastic.version import PACKAGE
+from elastic.version import python_path
 
 log = logging.getLogger(__name__)
 
@@ -31,23 +31,20 @@ def is_asked(spec: JobSpec) -> bool:
     return bool(spec.trackers.chosen()) or spec.metrics_port is not None
 
 
-class ToldBeside:
+class ToldBeside(HeardLines):
     """Begun at once, so that its imports run beside the program's. `say`: a line for a person.
     Raises nothing into the run once that has begun: what fails is said once in the log."""
 
     def __init__(self, run_uri: str, spec: JobSpec, say: Callable[[str], None]) -> None:
-        path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+        super().__init__(self._send, "told beside", SEND_MOST_S)
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+            env={**os.environ, "PYTHONPATH": python_path()},
             start_new_session=True,  # signals to the ranks are not for it
         )  # fmt: skip
         self._say = say
         self._answered, self._refused = threading.Event(), ""
-        self._lines = HeardLines(self._send, "told beside")
-        self._before: Sequence[Line] = ()
-        self._epoch = 0
         self._begun = self._gone = False
         threading.Thread(target=self._hear, name="from told beside", daemon=True).start()
         job = {"run": run_uri, "job": spec.plain(), "where": spec.where}
@@ -62,19 +59,18 @@ class ToldBeside:
         if self._refused:
             raise SpecError(self._refused)
 
-    def start(self, before: Sequence[Line], epoch: int) -> None:
-        """`before`: the newest lines of earlier drivers; `epoch`: this driver's."""
-        self._before, self._epoch, self._begun = before, epoch, True
-        self._lines.start()
+    def start(self, before: Sequence[Line] = (), epoch: int = 0) -> None:
+        self._begun = True
+        super().start(before, epoch)
 
     def hear(self, line: Line) -> None:
         if not self._gone:
-            self._lines.hear(line)
+            super().hear(line)
 
     def close(self) -> None:
         """Waits a bounded time until everything was sent."""
         if self._begun:
-            self._lines.close(SEND_MOST_S)
+            super().close()
         else:
             self._end_of_lines()
         try:
@@ -92,13 +88,8 @@ class ToldBeside:
             for line in self._before:
                 self._put(write_line(line))
             self._before = ()
-            more = True
-            while more:
-                for found in self._lines.come(WAIT_S):
-                    if found is None:
-                        more = False
-                        break
-                    self._put(write_line(found))
+            while self.take(WAIT_S, lambda line: self._put(write_line(line))):
+                pass
         except OSError:
             self._gone = True
             log.warning("numbers of the run are told no more: the process that does has ended")

@@ -30,7 +30,6 @@ from elastic.worker.program.model_profile import build_meta, fresh_buffers, tp_s
 from elastic.worker.program.optimizers import Optimizers
 from elastic.worker.program.weights import cut, fill
 from elastic.worker.state.buffers import StepBuffers
-from elastic.worker.state.content_digest import digest as digest
 from elastic.worker.state.host_copy import BufferLease, Tensors
 from elastic.worker.state.owner_update import OwnerUpdate
 

@@ -82,7 +82,11 @@ class KeptSums:
         them counts: a pipeline asks for a loss once more, to see what its stages hand on."""
         if not isinstance(found, Mapping):
             Sums().add(found, self.where)
-        self._kept[rows] = ({name: _detached(value) for name, value in found.items()}, counts)
+        kept = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in found.items()
+        }
+        self._kept[rows] = kept, counts
 
     def taken(self, control: Control) -> Sums:
         """The sums of all ranks; every rank calls it."""
@@ -91,7 +95,3 @@ class KeptSums:
             sums.add(found, self.where, counts)
         self.begin()
         return sums.over(control)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -19,6 +19,7 @@ from elastic.cluster.ray import processes
 from elastic.scenarios.limit import Failed, Limit, OutOfTime
 from elastic.scenarios.programs import plain_script
 from elastic.scenarios.stories import LOOP_SCRIPT
+from elastic.scenarios.watched_run import last_json
 
 LOOP = set(LOOP_SCRIPT.checks)
 ALL = {*LOOP, ways_in.OBJECTS, ways_in.TORCHRUN, ways_in.RAY_TRAIN, ways_in.RESTARTED}
@@ -67,7 +68,7 @@ def _nested() -> list[Path]:
 def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> None:
     setting = child.Setting(tmp_path, {"A_NAME": "x"})
     code = "import os; print('{\"a\": \"' + os.environ['A_NAME'] + '\"}')"
-    assert child.last_json(
+    assert last_json(
         child.run([sys.executable, "-c", code], setting, Limit.after(60), what="it")
     ) == {"a": "x"}
     with pytest.raises(Failed, match="it failed: no such thing"):
@@ -85,7 +86,7 @@ def test_a_command_ends_with_its_time_and_says_why_it_failed(tmp_path: Path) -> 
         child.run([sys.executable, "-c", nested], setting, Limit.after(1.0), what="it")
     until(lambda: not _nested(), "the end of what was killed")
     with pytest.raises(Failed, match="it printed no result: nothing"):
-        child.last_json("nothing")
+        last_json("nothing")
 
 
 def run(task: Any) -> dict[str, Any]:

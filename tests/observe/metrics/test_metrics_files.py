@@ -42,7 +42,7 @@ def followed(
     for line in new:
         files.hear(line)
     files.close()
-    assert not files._lines._thread.is_alive()
+    assert not files._thread.is_alive()
     return files
 
 

@@ -270,7 +270,6 @@ def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(live_numbers, "TAKEN_EVERY_S", 0.01)
-    monkeypatch.setattr(live_numbers, "CLOSE_MOST_S", 0.2)
     release, returned, n_raised = threading.Event(), list[bool](), list[int]()
 
     def raises(run: str, samples: Sequence[Sample]) -> None:
@@ -281,6 +280,7 @@ def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
         returned.append(release.wait(WITHIN_S))
 
     live = LiveNumbers(RunFolder.of(open_storage(tmp_path)), [raises, hangs])
+    live._close_most_s = 0.2
     live.start([], 1)
     for line in lines():
         live.hear(line)
@@ -288,7 +288,7 @@ def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
     live.close()
     assert not returned
     release.set()
-    live._lines._thread.join()
+    live._thread.join()
     assert len(n_raised) == 1 and caplog.text.count("ray is gone") == 1
 
 
@@ -337,11 +337,14 @@ def test_numbers_of_a_long_run_cost_little() -> None:
 
 def test_lines_are_taken_in_batches() -> None:
     """The driver that writes a line wakes nobody."""
-    seen = list[list[Line | None]]()
+    seen = list[list[Line]]()
 
     def follow() -> None:
-        while not seen or None not in seen[-1]:
-            seen.append([*given.come(60.0)])
+        more = True
+        while more:
+            batch: list[Line] = []
+            more = given.take(60.0, batch.append)
+            seen.append(batch)
 
     given = HeardLines(follow, "seen")
     given.start()
@@ -349,5 +352,5 @@ def test_lines_are_taken_in_batches() -> None:
     first, second, *_ = lines()
     given.hear(first)
     given.hear(second)
-    given.close(10.0)
-    assert seen == [[], [first, second, None]]
+    given.close()
+    assert seen == [[], [first, second]]

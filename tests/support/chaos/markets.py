@@ -3,7 +3,8 @@ bill."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -12,6 +13,7 @@ from support.sim.worlds import World, world
 from elastic.driver import restored
 from elastic.ledger.journal import Line, parse_line, write_line
 from elastic.observe.accounting.accounts import account
+from elastic.policy.state.fold import changes
 from elastic.scenarios import judge
 from elastic.scenarios.judge import Undisturbed
 from elastic.scenarios.kept_steps import kept
@@ -60,9 +62,9 @@ def judged(played: PlayedWorld) -> list[str]:
         *(one for one in judge.judged(steps, expected) if one.name != "replay"),
         judge.replayed(lines),
         judge.planned(lines, least_notice_s=leave_s),
-        judge.bounds_kept(lines, over_s=60 + leave_s),
     ]
     found = [f"{check.name}: {check.why}" for check in checks if check.verdict == "fail"]
+    found += sorted(set(_bounds_broken(lines, over_s=60 + leave_s)))
     found += [f"at {line.at_s:.0f} s: {text}" for line in lines if (text := _released(line))]
     if not result.done and _must_be_met(subject):
         found.append(f"the deadline is missed, which nodes on demand meet: {result.reason}")
@@ -129,3 +131,23 @@ def _each_step(lines: Sequence[Line]) -> list[Line]:
             events.append((at_s, event))
         found.append(replace(line, events=tuple(events)))
     return found
+
+
+def _bounds_broken(lines: Sequence[Line], *, over_s: float) -> Iterator[str]:
+    """No pool has more nodes than it may, nor the run, warned nodes not counted, whose successors
+    may join before they go; it ends, and its bill too, within `over_s` of its deadline and
+    budget."""
+    for change in changes(lines):
+        state = change.after
+        most = {pool.name: pool.max_nodes for pool in state.pools}
+        staying = Counter(node.pool for node in state.alive if node.status != "draining")
+        for pool, n in staying.items():
+            if n > most.get(pool, 0):
+                yield f"bounds: {n} nodes of pool {pool}, which may have {most.get(pool, 0)}"
+        if state.job.max_nodes is not None and len(state.alive) > state.job.max_nodes:
+            yield f"bounds: {len(state.alive)} nodes, max_nodes is {state.job.max_nodes}"
+        budget, hours = state.job.budget_usd, state.job.deadline_h
+        if budget is not None and state.usd > budget + state.usd_per_h * over_s / 3600 + 1e-9:
+            yield f"bounds: it spent more than its budget of ${budget:.4f}"
+        if hours is not None and change.at_s > 3600 * hours + over_s:
+            yield f"bounds: it ran beyond its deadline of {hours:.4f} h"

@@ -36,7 +36,7 @@ from elastic.worker.process.beat import Beat
 
 
 class FakeSession:
-    def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str, orphan: Any = None) -> None:
+    def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str) -> None:
         self.me, self.job, self.run_uri = me, job, run_uri
         for name in job.get("imports", ()):
             importlib.import_module(name)

@@ -34,6 +34,7 @@ from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.hosting.served_session import Said, ServedSession
 from elastic.worker.hosting.session_processes import ChildProcess, SessionProcesses
 from elastic.worker.process.beat import Beat
+from elastic.worker.session.workplace import host_rendezvous
 
 # of a generation's groups: what a survivor waits where nothing tells it that a peer is gone
 TIMEOUT_S = 60.0
@@ -91,6 +92,8 @@ class Pool:
     n: int
     log: list[tuple[float, WorkerId, Event]] = field(default_factory=list)
     hosted: SessionProcesses = field(init=False)
+    # where the ranks of a generation meet; dropping one frees who waits there
+    stores: dict[int, Any] = field(default_factory=dict)
     served: ClassVar[type] = ServedInTests
 
     def __post_init__(self) -> None:
@@ -103,10 +106,6 @@ class Pool:
     @property
     def workers(self) -> list[WorkerId]:
         return self.hosted.workers
-
-    @property
-    def stores(self) -> dict[int, Any]:
-        return self.hosted.stores
 
     @property
     def processes(self) -> list[Any]:
@@ -126,6 +125,7 @@ class Pool:
         self.rest()
         self.log.clear()
         n = n or self.n
+        self.stores.clear()
         self.hosted.renew([WorkerId(f"node{i // per_node}", i % per_node) for i in range(n)])
         for i in range(n):
             self.hosted.open(i, job, str(run))
@@ -162,12 +162,16 @@ class Pool:
         return self._meet(FormGroups(plan), self._rendezvous(plan), leave_out)
 
     def _rendezvous(self, plan: Plan) -> Rendezvous:
-        return self.hosted.meeting(plan, TIMEOUT_S)
+        rendezvous, self.stores[plan.generation] = host_rendezvous(plan, "127.0.0.1", TIMEOUT_S)
+        return rendezvous
 
     def _meet(
         self, action: EnterPlan | FormGroups, rendezvous: Rendezvous, leave_out: Iterable[WorkerId]
     ) -> Rendezvous:
-        self.hosted.meet(action, rendezvous, tuple(leave_out))
+        left_out = set(leave_out)
+        for worker in rendezvous.participants:
+            if worker not in left_out:
+                self.order(worker, action, rendezvous)
         return rendezvous
 
     def beats(self, of: Sequence[WorkerId] = ()) -> dict[WorkerId, Any]:
@@ -261,3 +265,4 @@ class Pool:
 
     def close(self) -> None:
         self.hosted.end()
+        self.stores.clear()
