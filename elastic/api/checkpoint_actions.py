@@ -9,7 +9,7 @@ from typing import Any
 from elastic.api.running.entry import loaded
 from elastic.api.running.options import check_run_name
 from elastic.config.job import JobSpec
-from elastic.errors import SpecError
+from elastic.errors import JournalDamaged, SpecError
 from elastic.ledger.lease import holder
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
@@ -27,12 +27,7 @@ def checkpoints(run: Storage) -> tuple[list[dict[str, Any]], list[str]]:
     problems: list[str] = []
     now_s = time.time()
     found = listed(run, problems)
-    told = (event for line in RunFolder.of(run).lines() for _, event in line.events)
-    losses = {
-        event.step: event.metrics["validation_loss"]
-        for event in told
-        if isinstance(event, Evaluated) and "validation_loss" in event.metrics
-    }
+    losses = _validation_losses(RunFolder.of(run), problems)
     scored = (losses[item.step] for item in found if item.committed and item.step in losses)
     least = min(scored, default=None)
     rows = []
@@ -47,6 +42,19 @@ def checkpoints(run: Storage) -> tuple[list[dict[str, Any]], list[str]]:
             }
         )
     return rows, problems
+
+
+def _validation_losses(run: RunFolder, problems: list[str]) -> dict[int, float]:
+    """By step, as far as the run's journal tells them."""
+    found: dict[int, float] = {}
+    try:
+        for line in run.lines() if run.exists() else ():
+            for _, event in line.events:
+                if isinstance(event, Evaluated) and "validation_loss" in event.metrics:
+                    found[event.step] = event.metrics["validation_loss"]
+    except JournalDamaged as error:
+        problems.append(str(error))
+    return found
 
 
 def verify(run: Storage) -> list[dict[str, Any]]:

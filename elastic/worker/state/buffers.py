@@ -19,19 +19,23 @@ SMALL_BYTES = 1 << 20
 
 
 class StepBuffers:
-    """`tensors`: the buffers in the training state that are on this rank, `models`: the modules
-    that have them. A module without any costs nothing."""
+    """`tensors`: the buffers in the training state that are on this rank, `models`: its stages,
+    which have them. A module without any costs nothing."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], models: Iterable[nn.Module] = ()) -> None:
         self.watched = list(tensors)
-        known = {tensor.data_ptr() for tensor in self.watched if tensor.numel()}
-        self._places = [
-            (module, name, buffer)
-            for model in models
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.numel() and buffer.data_ptr() in known
-        ]
+        known = {tensor.data_ptr(): id(tensor) for tensor in self.watched if tensor.numel()}
+        self._places: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._of_stage: list[set[int]] = []  # ids of the tensors that each stage has
+        for model in models:
+            places = [
+                (module, name, buffer)
+                for module in model.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None and buffer.numel() and buffer.data_ptr() in known
+            ]
+            self._places += places
+            self._of_stage.append({known[buffer.data_ptr()] for *_, buffer in places})
         self._versions: list[int] = []
         # the values from before the forward; those of it, where it was taken back
         self._others: list[torch.Tensor] = []
@@ -48,19 +52,19 @@ class StepBuffers:
         self._versions = [tensor._version for tensor in self.watched]
         self._noted, self._taken_back = True, False
 
-    @torch.no_grad()
-    def again(self) -> None:
-        """A forward of a step that has been noted is about to begin, and others may have been
-        before."""
+    def again(self, stage: int = 0) -> None:
+        """A forward of a step that has been noted is about to begin, through the `stage`-th of the
+        models, and others may have been before."""
         self.settle()
-        if not self._noted or self._taken_back:
+        if not self._noted or self._taken_back or not self._of_stage:
             return
-        for i, (tensor, other) in enumerate(zip(self.watched, self._others, strict=True)):
-            if tensor._version != self._versions[i]:
-                tensor.copy_(other)
+        mine = self._of_stage[stage]
+        for i, tensor in enumerate(self.watched):
+            if id(tensor) in mine and tensor._version != self._versions[i]:
+                with torch.no_grad():
+                    tensor.copy_(self._others[i])
                 self._versions[i] = tensor._version
 
-    @torch.no_grad()
     def settle(self) -> None:
         """A buffer that a forward has put in the place of another (`self.n = self.n + 1`) is
         written into that one, which is in the training state."""
@@ -74,7 +78,8 @@ class StepBuffers:
                     f"{list(now.shape)}, it had {list(buffer.shape)}; a buffer that is moved and "
                     "stored keeps its shape"
                 )
-            buffer.copy_(now)
+            with torch.no_grad():
+                buffer.copy_(now)
             module._buffers[name] = buffer
 
     def keep(self) -> None:

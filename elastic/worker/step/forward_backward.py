@@ -256,7 +256,7 @@ class ForwardBackward:
     ) -> Iterator[None]:
         """A forward pass of these rows of a batch, through a stage, in a step."""
         if not self.program.batch_dependent:  # else each pass adds its samples to what is kept
-            self.state.buffers.again()
+            self.state.buffers.again(stage // self.plan.layout.pp)
         if drawing is not None:
             # stages of several groups go through all of the model's forward pass
             drawing.begin(which, rows, 0 if carries(self.program) else stage)

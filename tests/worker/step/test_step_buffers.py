@@ -125,6 +125,20 @@ def test_a_step_of_several_passes_leaves_what_one_leaves(begun: Any, n: int) -> 
     assert int(buffers_of(state)["calls"]) == 3
 
 
+def test_a_stage_is_taken_back_by_its_own_passes_alone() -> None:
+    """Of two stages of a rank, the passes of the second come after those of the first."""
+    stages = [torch.nn.Module(), torch.nn.Module()]
+    for stage in stages:
+        stage.register_buffer("n", torch.zeros(()))
+    buffers = StepBuffers([stage.n for stage in stages], stages)
+    buffers.note()
+    for k in (0, 0, 1, 1):
+        buffers.again(k)
+        stages[k].n += 1
+    buffers.keep()
+    assert [stage.n.item() for stage in stages] == [1.0, 1.0]
+
+
 def test_a_buffer_that_changes_its_shape_is_named() -> None:
     model = torch.nn.BatchNorm1d(2)
     buffers = StepBuffers(list(model.buffers()), [model])
