@@ -73,7 +73,9 @@ def test_keys_hold_for_every_layout_that_is_chosen() -> None:
 
 def test_a_schedule_of_the_job_counts_for_the_blocks_that_stages_need() -> None:
     check_layouts(job(layout="pp=4"), MODEL)
-    with pytest.raises(SpecError, match="8 pipeline stages, but the program's `blocks` matches only 4 "):
+    with pytest.raises(
+        SpecError, match="8 pipeline stages, but the program's `blocks` matches only 4 "
+    ):
         check_layouts(job(layout="pp=4", schedule="interleaved1f1b"), MODEL)
 
 

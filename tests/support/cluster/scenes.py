@@ -33,6 +33,7 @@ from elastic.types import (
     RequestFailed,
     RequestNodes,
     StepDone,
+    Stop,
     WorkerId,
 )
 
@@ -93,6 +94,12 @@ def asked(on: Stage, pool: str, count: int, number: int) -> None:
     on.backend.execute(RequestNodes(pool, count, f"r{number}"))
 
 
+def over(on: Stage) -> None:
+    """Without a Stop it would only let go, for the next driver."""
+    on.backend.execute(Stop("succeeded", "all done"))
+    on.backend.close()
+
+
 def given_and_given_back(hand: Stagehand) -> None:
     """A node comes, works, and its meter stops within seconds after it was released; nothing else
     was ever launched."""
@@ -118,7 +125,7 @@ def given_and_given_back(hand: Stagehand) -> None:
     print(f"released to ended: {time.monotonic() - began_s:.1f} s", file=sys.stderr)
     until(lambda: not hand.requested(), "the request is gone")
     assert hand.launches() == ["spot 1"]
-    on.backend.close()
+    over(on)
 
 
 def drought_then_on_demand(hand: Stagehand) -> None:
@@ -166,12 +173,12 @@ def no_more_than_asked(hand: Stagehand) -> None:
 
 
 def done_and_cleared(hand: Stagehand) -> None:
-    """close() ends everything that the run has, also what is just being launched."""
+    """A run that is over ends everything that it has, also what is just being launched."""
     on = hand.open.pop()
     before = len(hand.launches())
     asked(on, "safe", 1, 7)
     until(lambda: len(hand.launches()) > before, "a launch has begun")
-    on.backend.close()
+    over(on)
     began_s = time.monotonic()
     until(hand.nothing_left, "nothing is left", 180)
     print(f"the run's end to nothing left: {time.monotonic() - began_s:.1f} s", file=sys.stderr)
