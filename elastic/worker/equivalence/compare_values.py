@@ -102,8 +102,8 @@ def kept_between(small: SmallCopy, batch: Batch) -> str:
     return (
         "a second forward pass over the same samples, with the same weights, gives another loss "
         f"({losses[0]:.6g}, then {losses[1]:.6g}): the program keeps something between steps that "
-        "no new worker gets; keep it in buffers of the model, and what follows from samples not at "
-        "all"
+        "no new worker gets, or draws by something else than torch; keep it in buffers of the "
+        "model, draw with torch, and keep nothing that follows from samples"
     )
 
 

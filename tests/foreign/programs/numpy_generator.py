@@ -70,8 +70,8 @@ program = elastic.Program(
 )
 
 EXPECT = {
-    "dp": "refused: does not repeat",
-    "tp": "refused: does not repeat",
-    "cp": "refused: does not repeat",
-    "pp": "refused: behind the blocks|does not repeat|before",
+    "dp": "refused: gives another loss",
+    "tp": "refused: gives another loss",
+    "cp": "refused: gives another loss",
+    "pp": "refused: behind the blocks|gives another loss|before",
 }

@@ -72,8 +72,8 @@ program = elastic.Program(
 )
 
 EXPECT = {
-    "dp": "refused: another function",
+    "dp": "refused: stand beside it",
     "tp": "equal",
-    "cp": "refused: another function|gradients",
+    "cp": "refused: stand beside it|another function|gradients",
     "pp": "refused: input",
 }
