@@ -114,6 +114,15 @@ def verb_group(verbs: Any, name: str, about: str) -> Any:
     )
 
 
+def add_job_or_script(made: Any) -> None:
+    option(made, "JOB", "folder with job.yaml and program.py", nargs="?")
+    option(
+        made,
+        "--script FILE",
+        "or a training script that enters elastic.loop; its arguments come last, after --",
+    )
+
+
 def add_overrides(made: Any) -> None:
     option(
         made,

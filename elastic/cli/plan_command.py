@@ -20,7 +20,7 @@ from elastic.api.planning.phase_plans import of_phases
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
 from elastic.api.simulate import Simulation, simulate
-from elastic.cli.parser import add_overrides, number, option, show, verb, whole
+from elastic.cli.parser import add_job_or_script, add_overrides, number, option, show, verb, whole
 from elastic.config.clusters import load_cluster
 from elastic.errors import SpecError
 from elastic.observe.plans import plan_bars, plan_tables, simulated
@@ -91,12 +91,7 @@ def add(verbs: Any) -> None:
 
 def _add_subject(made: argparse.ArgumentParser) -> None:
     what = made.add_argument_group("what is trained")
-    option(what, "JOB", "folder with job.yaml and program.py", nargs="?")
-    option(
-        what,
-        "--script FILE",
-        "or a training script that enters elastic.loop; its arguments come last, after --",
-    )
+    add_job_or_script(what)
     option(
         what,
         "--model NAME",
@@ -283,17 +278,13 @@ def _subject(given: argparse.Namespace) -> Subject:
         overrides = [f"global_batch={given.batch}"] if given.batch else []
         overrides += [f"precision={given.precision}"] if given.precision else []
         overrides, drilled = [*given.overrides, *overrides], not given.cluster
-        found = (
-            model_source.of_script(
-                given.script,
-                given.args,
-                given.job,
-                overrides=overrides,
-                check=given.check,
-                drilled=drilled,
-            )
-            if given.script
-            else model_source.of_job(given.job, overrides, given.check, drilled=drilled)
+        found = model_source.of_job_or_script(
+            given.job,
+            given.script,
+            given.args,
+            overrides=overrides,
+            check=given.check,
+            drilled=drilled,
         )
     return found.with_layout(given.layout)
 

@@ -11,7 +11,7 @@ from typing import Any
 from elastic.api import simulate, simulated_drill
 from elastic.api.planning import model_source
 from elastic.api.planning.quantities import hours_of
-from elastic.cli.parser import add_overrides, number, option, show, verb, whole
+from elastic.cli.parser import add_job_or_script, add_overrides, number, option, show, verb, whole
 from elastic.errors import SpecError
 from elastic.observe.plans import simulated
 from elastic.observe.reporting.pictures import asked_for
@@ -36,12 +36,7 @@ run. A folder has one file for each spot pool. docs/simulate.md says what is sim
 def add(verbs: Any) -> None:
     made = verb(verbs, "simulate", _answered, about=ABOUT)
     made.epilog, made.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    option(made, "JOB", "folder with job.yaml and program.py", nargs="?")
-    option(
-        made,
-        "--script FILE",
-        "or a training script that enters elastic.loop; its arguments come last, after --",
-    )
+    add_job_or_script(made)
     option(made, "--cluster FILE", "its pools (default: the job's own)")
     option(made, "--trace PATH", "file, folder, or a past run", default="")
     option(made, "--fit FILE", "make up markets like this trace", default="")
@@ -116,16 +111,14 @@ def _drilled(given: argparse.Namespace) -> int:
 
 
 def _subject(given: argparse.Namespace) -> model_source.Subject:
-    if given.script:
-        return model_source.of_script(
-            given.script, given.args, given.job, overrides=given.overrides
-        )
-    if not given.job:
+    if not given.job and not given.script:
         raise SpecError(
             "simulate: JOB or --script is missing: elastic simulate jobs/quickstart --cluster "
             "cluster_configs/aws_p5_p4d_spot.yaml"
         )
-    return model_source.of_job(given.job, given.overrides)
+    return model_source.of_job_or_script(
+        given.job, given.script, given.args, overrides=given.overrides
+    )
 
 
 @dataclass

@@ -168,6 +168,22 @@ def of_script(
     return _of_data(job or str(file.parent), data, where, check=check, drilled=drilled)
 
 
+def of_job_or_script(
+    job: str | None,
+    script: str | None,
+    args: Sequence[str] = (),
+    *,
+    overrides: Sequence[str] = (),
+    check: bool = False,
+    drilled: bool = False,
+) -> Subject:
+    """Whichever a command line names; a script wins, `job` is then as in `of_script`."""
+    if script:
+        return of_script(script, args, job, overrides=overrides, check=check, drilled=drilled)
+    assert job
+    return of_job(job, overrides, check, drilled=drilled)
+
+
 def _of_data(
     folder: str, data: Mapping[str, Any], where: str, *, check: bool, drilled: bool
 ) -> Subject:

@@ -129,19 +129,20 @@ def microbatches(global_batch: int, layout: Layout, together: int = 1) -> int:
     if layout.microbatch_size:
         most = layout.microbatch_size // unit * dp
         fewest = bisect_left(found, -(-n_units // most)) if most else len(found)
-        if fewest == len(found) and not together:
-            raise InfeasiblePlan(
-                f"microbatch_size={layout.microbatch_size}: no number of microbatches but one: "
-                "results depend on which samples stand together, so a rank computes all that it "
-                "has of a step at once; leave microbatch_size out"
+        if fewest < len(found):
+            return found[fewest]
+        why = (
+            f"divides {global_batch} samples{of} over {dp} data-parallel ranks into pieces of at "
+            "most that size"
+        )
+        if not together:
+            why = (
+                "but one: results depend on which samples stand together, so a rank computes all "
+                "that it has of a step at once; leave microbatch_size out"
             )
-        if fewest == len(found):
-            raise InfeasiblePlan(
-                f"microbatch_size={layout.microbatch_size}: no number of microbatches divides "
-                f"{global_batch} samples{of} over "
-                f"{dp} data-parallel ranks into pieces of at most that size"
-            )
-        return found[fewest]
+        raise InfeasiblePlan(
+            f"microbatch_size={layout.microbatch_size}: no number of microbatches {why}"
+        )
     if layout.pp == 1:
         return 1
     return max(d for d in found if d <= 2 * layout.pp)

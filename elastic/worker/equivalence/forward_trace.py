@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.program import Program
 from elastic.types import coarsest
-from elastic.user_frames import outwards, raised_at
+from elastic.user_frames import INSTALLED, STDLIB, outwards, raised_at
 from elastic.version import PACKAGE
 from elastic.worker.equivalence.passes.python_numbers import numbers_of
 from elastic.worker.parallel.draw_requests import arguments_of
@@ -41,7 +40,6 @@ FAR = 100_000  # a value that Python asks for, in passes that try what large one
 MORE_OPERATIONS = 10_000  # than a pass before had: a loop over such a value
 NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 NONE: Labels = frozenset()
-INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 INTERNAL = (str(Path(torch.__file__).parent), str(PACKAGE / "worker"))
 # their outputs have the shape of what they are given, and nothing of its values
 SHAPE_ONLY = frozenset(
@@ -346,7 +344,9 @@ class Tracer:
         for frame in outwards(sys._getframe(1)):
             file = frame.f_code.co_filename
             if not file.startswith(INTERNAL) and not file.startswith("<"):
-                return f"{Path(file).name}:{frame.f_lineno}", not file.startswith(INSTALLED)
+                return f"{Path(file).name}:{frame.f_lineno}", not file.startswith(
+                    (STDLIB, INSTALLED)
+                )
         return "", False
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, ModuleType
@@ -14,10 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from elastic.program import Program
-from elastic.version import PACKAGE
+from elastic.user_frames import LIBRARIES
 
 MOST_NUMBERS = 1000  # of a list that is looked into
-INSTALLED = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"], str(PACKAGE))
 
 
 def numbers_of(model: nn.Module) -> dict[str, int | float]:
@@ -84,7 +82,7 @@ def _modules(call: Callable[..., Any]) -> Iterator[ModuleType]:
     function, _ = _function(call)
     module = sys.modules.get(function.__module__) if function is not None else None
     file = getattr(module, "__file__", None)
-    if module is not None and file and not file.startswith(INSTALLED):
+    if module is not None and file and not file.startswith(LIBRARIES):
         yield module
 
 
