@@ -12,11 +12,13 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 from support.durations import Durations
+from support.file_marks import may_have, not_in_text
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -99,6 +101,12 @@ def skipped_without_its_package() -> Generator[None, object, object]:
         pytest.skip(f"{missing[0]} is not installed (it is in the extra 'test')")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        return None if may_have(collection_path, config.option.markexpr) else True
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`sampled(n)`: n of a test's cases, evenly spread, run in `make test`; the others are of the
@@ -113,6 +121,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for i, item in enumerate(found):
             if i not in kept:
                 item.add_marker(pytest.mark.whole)
+    if wrong := not_in_text(
+        (item.path, mark.name) for item in items for mark in item.iter_markers()
+    ):
+        raise pytest.UsageError("; ".join(wrong))
 
 
 @pytest.hookimpl(wrapper=True)
