@@ -1,6 +1,7 @@
 """Elastic training on Ray: the run keeps going while nodes join and leave.
 
-Importing this package imports neither torch nor ray.
+The loop of a run, and what Ctrl-C does to it, is driver.py. Importing this package imports neither
+torch nor ray.
 """
 
 from typing import TYPE_CHECKING, Any

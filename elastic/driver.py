@@ -1,4 +1,5 @@
-"""The reconcile loop: poll, fold each event, decide, write one journal line, carry the actions out.
+"""The reconcile loop: poll, fold each event, decide, write one journal line, carry the actions out,
+until the run ends or a signal (Ctrl-C) stops it.
 
 The same loop runs on Ray, in the simulator and in tests. It imports neither torch nor ray and knows
 no policy: `decide` is an argument.

@@ -1,5 +1,8 @@
 """Storage of a run: keys -> bytes under one URI: a local folder, a shared file system,
-`s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`."""
+`s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+
+Which of them a URI means stands in this file.
+"""
 
 from __future__ import annotations
 

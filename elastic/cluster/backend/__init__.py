@@ -1,2 +1,2 @@
-"""The Backend on Ray, on the driver's side: poll and execute, aggregation, checkpoint commit,
-drills, attaching to a run."""
+"""The Backend on Ray, on the driver's side: poll and execute, aggregation, drills, attaching
+to a run."""

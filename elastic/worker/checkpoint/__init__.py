@@ -1,1 +1,2 @@
-"""Checkpoint files: written, indexed, read, checked, exported."""
+"""Checkpoint files: written and committed by a marker (checkpoint_writer.py), indexed, read,
+checked, exported."""
