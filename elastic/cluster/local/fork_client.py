@@ -1,14 +1,16 @@
 """What Ray starts in the place of a worker of the embedded cluster: it asks the fork server for one
 and waits for its end.
 
-`python -I -S fork_client.py SOCKET PYTHON words...`. Where the server says no, or is gone, it
-becomes `PYTHON words...` itself. It ends with its parent, the raylet, and its fork with it: a fork
-that is stopped could not see to that by itself. It runs once per worker, so it imports little; the
+A raylet runs it (RayParams.worker_path) with the words of Ray's own worker script; one of them
+names the cluster's folder, in which the server listens. Where the server says no, or is gone, it
+becomes that script itself. It ends with its parent, the raylet, and its fork with it: a fork that
+is stopped could not see to that by itself. It runs once per worker, so it imports little; the
 meaning of what it sends is in fork_server.py.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import select
@@ -16,6 +18,7 @@ import signal
 import socket
 import sys
 
+SOCKET = "fork-server"  # in the cluster's folder
 LOOK_S = 1.0
 
 
@@ -41,9 +44,9 @@ def asked(connection: socket.socket, words: list[str], parent: int) -> int | Non
     return int(ended) if ended else 1
 
 
-def main() -> None:
-    parent, (address, python, *words) = os.getppid(), sys.argv[1:]
-    status = None
+def stand_in(address: str, words: list[str]) -> None:
+    """For a process of Python with these words, at the server at `address`; does not return."""
+    parent, status = os.getppid(), None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(address)
@@ -51,12 +54,22 @@ def main() -> None:
         except OSError:
             status = None
     if status is None:
-        os.execv(python, [python, *words])
+        os.execv(sys.executable, [sys.executable, *words])
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(abs(status))
+
+
+def main() -> None:
+    """Ray's folder, --temp-dir, is one in the cluster's."""
+    (temporary,) = (word for word in sys.argv if word.startswith("--temp-dir="))
+    folder = os.path.dirname(temporary.partition("=")[2])
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None and ray.origin is not None
+    script = os.path.join(os.path.dirname(ray.origin), "_private", "workers", "default_worker.py")
+    stand_in(os.path.join(folder, SOCKET), [script, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic.cluster.local.fork_client import SOCKET
 from elastic.cluster.ray import processes
 from elastic.worker.process.environment import die_with_parent, settle
 
 log = logging.getLogger(__name__)
 
-# in the cluster's folder; FORKS holds a file per client, with the pid of its fork
-SOCKET, FORKS = "fork-server", "forks"
+FORKS = "forks"  # in the cluster's folder: a file per client, with the pid of its fork
 PRELOADED = ("elastic.worker.session.session", "elastic.worker.program.job_program")
 REQUEST_MOST = 1 << 20
 N_FILES = 3  # standard input, output and error go over

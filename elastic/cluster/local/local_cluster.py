@@ -24,7 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from elastic.cluster.local import cluster_token, fork_server
+from elastic.cluster.local import cluster_token, fork_client, fork_server
 from elastic.cluster.ray import processes
 from elastic.errors import InternalError
 from elastic.version import python_path
@@ -251,12 +251,11 @@ class _Nodes:
         Path(folder, "ray").mkdir()
         from ray.cluster_utils import Cluster
 
-        from elastic.cluster.ray._ray_private import lean_python
+        from elastic.cluster.ray._ray_private import leave_agents_out
 
         self.folder, self.out = folder, out
-        self.python = sys.executable
-        # what Ray starts its processes with
-        sys.executable = lean_python(folder, self._fork_server())
+        leave_agents_out()
+        self.worker = self._fork_server()
         self.cluster = Cluster(shutdown_at_exit=False)
         self.raylets: dict[str, int] = {}
         self.numbers = itertools.count()
@@ -271,17 +270,15 @@ class _Nodes:
         )  # fmt: skip
         self.answer(0, address=self.cluster.address, folder=folder)
 
-    def _fork_server(self) -> list[str]:
-        """Starts it (-P: it imports nothing from the folder in which the user stands); words that
-        ask it for a worker. None where there are GPUs: a fork beside CUDA was never tried."""
+    def _fork_server(self) -> dict[str, Any]:
+        """Starts it (-P: it imports nothing from the folder in which the user stands); what a node
+        is told of it. Nothing where there are GPUs: a fork beside CUDA was never tried."""
         if visible_gpus():
-            return []
+            return {}
         subprocess.Popen(
-            [self.python, "-P", "-m", fork_server.__name__, self.folder, str(os.getpid())]
+            [sys.executable, "-P", "-m", fork_server.__name__, self.folder, str(os.getpid())]
         )
-        client = str(Path(fork_server.__file__).with_name("fork_client.py"))
-        place = f"{self.folder}/{fork_server.SOCKET}"
-        return [self.python, "-I", "-S", client, place, self.python]
+        return {"worker_path": fork_client.__file__}
 
     def _start(self, n: int, values: Mapping[str, Any]) -> Any:
         """Sockets lie below Ray's own folder: it opens the folder of a socket to everyone (chmod
@@ -289,7 +286,7 @@ class _Nodes:
         return self.cluster.add_node(
             node_ip_address=HOST, temp_dir=f"{self.folder}/ray", include_log_monitor=False,
             object_store_memory=STORE_BYTES, plasma_store_socket_name=f"{self.folder}/ray/s{n}",
-            raylet_socket_name=f"{self.folder}/ray/r{n}", **values,
+            raylet_socket_name=f"{self.folder}/ray/r{n}", **self.worker, **values,
         )  # fmt: skip
 
     def answer(self, number: int, **values: Any) -> None:

@@ -8,38 +8,29 @@ import copy
 import io
 import json
 import logging
-import os
-import shlex
 import signal
+import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ray
+from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD
+
+from elastic.cluster.ray import no_agent
 
 # Ray has no switch for its agents. Six nodes on two busy cores: 6 to 8 s, 2.4 s of CPU; with agents
-# 17 s, 35 s or, in four of six starts, not within Ray's 30 s; 12 to 15 s of CPU, 900 MB. A worker
-# that is no fork: 3 s of CPU and 155 MB more.
-_LEAN_PYTHON = """#!/bin/sh
-for word in "$@"; do case "$word" in
---node-id=*) node=${word#*=} ;;
---session-dir=*) session=${word#*=} ;;
-*/ray/dashboard/dashboard.py) exit 1 ;;
-*/ray/dashboard/agent.py)
-    names="metrics_agent_port metrics_export_port dashboard_agent_listen_port" ;;
-*/ray/_private/runtime_env/agent/main.py) names=runtime_env_agent_port ;;
-esac; done
-case "$1" in */ray/_private/workers/default_worker.py) exec @WORKER@ "$@" ;; esac
-test -n "$names" || exec @PYTHON@ "$@"
-for name in $names; do
-  printf %s -1 >"$session/.$name.$$" && mv "$session/.$name.$$" "$session/${name}_$node"
-done
-exec sleep infinity
-"""
+# 17 s, 35 s or, in four of six starts, not within Ray's 30 s; 12 to 15 s of CPU, 900 MB.
+AGENT_PORTS = {
+    "--dashboard_agent_command": (
+        "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"
+    ),
+    "--runtime_env_agent_command": ("runtime_env_agent_port",),
+}  # fmt: skip
 
 
 def draining_nodes() -> dict[str, float]:
@@ -100,22 +91,36 @@ def mute_errors() -> None:
     global_worker.gcs_error_subscriber.close()  # type: ignore[attr-defined]
 
 
-def lean_python(folder: str, worker: Sequence[str] = ()) -> str:
-    """A Python for a cluster on one machine that needs no dashboard, no metrics and no runtime
-    environments. `worker`: words to start one of Ray's worker processes by, in the place of Python
-    itself.
+def leave_agents_out() -> None:
+    """Nodes that this process starts from now on have no dashboard, no metrics and no runtime
+    environments: none of Ray's agents runs there (two processes, 3 s of CPU and 200 MB per node).
+    For a cluster on one machine."""
+    from ray._private import services
 
-    It naps where Ray starts its agents (two processes, 3 s of CPU and 200 MB per node; a raylet
-    ends itself when they are not up within 15 s), after saying as they would that they offer
-    nothing (port -1). Where Ray names them otherwise they just run.
-    """
-    script = Path(folder, "python")
-    text = _LEAN_PYTHON.replace("@WORKER@", shlex.join(worker) or "@PYTHON@").replace(
-        "@PYTHON@", shlex.quote(sys.executable)
-    )
-    script.write_text(text)
-    script.chmod(0o755)
-    return str(script) if os.access(script, os.X_OK) else sys.executable
+    services.start_ray_process = partial(_without_agents, services.start_ray_process)
+
+
+def _without_agents(
+    start: Callable[..., Any], command: Sequence[str], kind: str, **more: Any
+) -> Any:
+    """Ray's start_ray_process. `command`: of a raylet it names those of its agents."""
+    if kind == PROCESS_TYPE_DASHBOARD:
+        return start(["false"], kind, **more)
+    said = dict(word.split("=", 1) for word in command if "=" in word)
+    instead = [
+        f"{name}={subprocess.list2cmdline(_no_agent(said, ports))}"
+        for name, ports in AGENT_PORTS.items()
+        if name in said
+    ]
+    kept = [word for word in command if word.partition("=")[0] not in AGENT_PORTS]
+    return start([*kept, *instead], kind, **more)
+
+
+def _no_agent(said: Mapping[str, str], ports: Sequence[str]) -> list[str]:
+    return [
+        sys.executable, "-I", "-S", no_agent.__file__, said["--session_dir"], said["--node_id"],
+        *ports,
+    ]  # fmt: skip
 
 
 def connect(address: str, namespace: str, host: str = "") -> None:

@@ -22,7 +22,7 @@ from support.places import ROOT
 from support.waiting import until
 
 from elastic.cluster.nodes.providers import RECONNECT
-from elastic.cluster.ray import _ray_private, processes
+from elastic.cluster.ray import processes
 from elastic.ledger.journal import Line, read
 from elastic.types import CopyStored, StepDone, WorkerFailed
 
@@ -51,7 +51,6 @@ class Cluster:
         self.folder, self.redis = folder, redis
         self.gcs: subprocess.Popen[str] | None = None
         self.of_the_head: subprocess.Popen[str] | None = None
-        self.python = _ray_private.lean_python(str(folder))
         keep = (
             {"RAY_REDIS_ADDRESS": f"127.0.0.1:{REDIS}", "RAY_external_storage_namespace": "test"}
             if redis
@@ -101,7 +100,7 @@ class Cluster:
         )  # fmt: skip
         line = f'"$@" > {self.folder}/head.log 2>&1 && touch {started}; sleep infinity'
         own = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", line, "sh")
-        command = ray_command(self.python, *words)
+        command = ray_command(*words)
         self.of_the_head = self.space.start(*own, *command, **self.of_head)
         until(started.exists, "the head is up")
 
@@ -111,7 +110,7 @@ class Cluster:
             "start", f"--address={ADDRESS}", "--node-ip-address=127.0.0.1", "--num-cpus=1",
             "--object-store-memory=80000000", f"--labels={labels}",
         )  # fmt: skip
-        self.space.run(*ray_command(self.python, *words))
+        self.space.run(*ray_command(*words))
 
     def kill_head(self) -> None:
         """Every process of it, at once."""

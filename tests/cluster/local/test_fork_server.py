@@ -17,10 +17,14 @@ import pytest
 from support.child import child
 from support.waiting import until
 
-from elastic.cluster.local import fork_server
+from elastic.cluster.local import fork_client, fork_server
 from elastic.cluster.ray import processes
 
-CLIENT = Path(fork_server.__file__).with_name("fork_client.py")
+CLIENT = (
+    "-c",
+    "import runpy, sys; runpy.run_path(sys.argv[1])['stand_in'](sys.argv[2], sys.argv[3:])",
+    fork_client.__file__,
+)
 SAYS = """
 import json, os, signal, sys, time
 loaded = "elastic.worker.session.session" in sys.modules
@@ -61,7 +65,7 @@ def client(server: Any, tmp_path: Path, *words: str, address: str = "") -> subpr
     script = tmp_path / "says.py"
     script.write_text(SAYS)
     at = address or str(server.folder / fork_server.SOCKET)
-    command = [sys.executable, "-I", "-S", str(CLIENT), at, sys.executable, str(script), *words]
+    command = [sys.executable, *CLIENT, at, str(script), *words]
     environment = {"MINE": "this one", "PATH": os.environ["PATH"]}
     return subprocess.Popen(
         command,
@@ -126,7 +130,7 @@ def test_a_fork_that_is_stopped_ends_with_the_parent_of_its_client(
         first.kill()
     text = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
     at, script = str(server.folder / fork_server.SOCKET), str(tmp_path / "says.py")
-    words = [sys.executable, "-I", "-S", str(CLIENT), at, sys.executable, script, "0", "sleep"]
+    words = [sys.executable, *CLIENT, at, script, "0", "sleep"]
     starts = [sys.executable, "-c", text, *words]
     with child(starts, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as parent:
         assert parent.stdout is not None
@@ -151,7 +155,7 @@ def test_without_a_server_a_client_is_the_program_itself(server: Any, tmp_path: 
 def test_a_server_with_threads_does_not_fork(tmp_path: Path) -> None:
     text = f"""
 import os, sys, threading, time
-from elastic.cluster.local import fork_server
+from elastic.cluster.local import fork_client, fork_server
 fork_server.PRELOADED = ()
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 fork_server.main({str(tmp_path)!r}, os.getppid())

@@ -113,11 +113,11 @@ def kind(market: str, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def configuration(folder: Path, python: str) -> dict[str, Any]:
+def configuration(folder: Path) -> dict[str, Any]:
     """No idle node ends by itself in the time of a test."""
     provider = {
         "type": "external", "module": "support.cluster.scarce_provider.ScarceProvider",
-        "folder": str(folder), "python": python, "head_node_id": HEAD_ID,
+        "folder": str(folder), "head_node_id": HEAD_ID,
         "gcs_address": f"127.0.0.1:{PORT}", "launch_multiple": True, "use_node_id_as_ip": True,
         "disable_node_updaters": True, "disable_launch_config_check": True,
     }  # fmt: skip
@@ -136,11 +136,8 @@ def configuration(folder: Path, python: str) -> dict[str, Any]:
 
 
 def start_head(folder: Path) -> None:
-    from elastic.cluster.ray import _ray_private
-
-    python = _ray_private.lean_python(str(folder))
     path = folder / "cluster.json"
-    path.write_text(json.dumps(configuration(folder, python)))
+    path.write_text(json.dumps(configuration(folder)))
     words = [
         "start", "--head", f"--port={PORT}", "--node-ip-address=127.0.0.1",
         f"--autoscaling-config={path}", "--num-cpus=0", "--num-gpus=0",
@@ -148,8 +145,9 @@ def start_head(folder: Path) -> None:
         f"--system-config={json.dumps(SETTINGS, separators=(',', ':'))}",
     ]  # fmt: skip
     text = (
-        f"import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom "
-        "ray.scripts.scripts import main; main()"
+        f"import sys; sys.argv = ['ray', *{words!r}]\n"
+        "from elastic.cluster.ray._ray_private import leave_agents_out; leave_agents_out()\n"
+        "from ray.scripts.scripts import main; main()"
     )
     own = {
         "RAY_enable_autoscaler_v2": "1",

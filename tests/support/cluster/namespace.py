@@ -15,14 +15,15 @@ from support.waiting import until
 from elastic.cluster.ray import processes
 
 RAY = (
-    "import sys; sys.executable = {python!r}; sys.argv = ['ray', *{words!r}]\nfrom "
-    "ray.scripts.scripts import main; main()"
+    "import sys; sys.argv = ['ray', *{words!r}]\n"
+    "from elastic.cluster.ray._ray_private import leave_agents_out; leave_agents_out()\n"
+    "from ray.scripts.scripts import main; main()"
 )
 
 
-def ray_command(python: str, *words: str) -> tuple[str, ...]:
-    """`ray` with these words. `python`: what runs its processes (`_ray_private.lean_python`)."""
-    return (sys.executable, "-c", RAY.format(python=python, words=words))
+def ray_command(*words: str) -> tuple[str, ...]:
+    """`ray` with these words, whose nodes have no agents."""
+    return (sys.executable, "-c", RAY.format(words=words))
 
 
 class Namespace:

@@ -15,8 +15,6 @@ from support.places import ROOT
 from support.scene_tools import missing_tools
 from support.waiting import until
 
-from elastic.cluster.ray import _ray_private
-
 GCS, S3 = 6379, 5000
 BUCKET = "elastic-runs"
 HEAD, STORAGE = "head", "storage"
@@ -52,7 +50,6 @@ class RoutedHosts:
 
     def __init__(self, folder: Path, nodes: Iterable[str], environment: dict[str, str]) -> None:
         self.folder, self.nodes = folder, tuple(nodes)
-        self.python = _ray_private.lean_python(str(folder))
         names = (HEAD, STORAGE, *self.nodes)
         self.address = {name: f"10.77.{number}.2" for number, name in enumerate(names, 1)}
         self.head = f"{self.address[HEAD]}:{GCS}"
@@ -98,7 +95,7 @@ class RoutedHosts:
     def _ray(self, name: str, *words: str, **environment: str) -> None:
         more = ("--object-store-memory=80000000", "--disable-usage-stats")
         where = f"--node-ip-address={self.address[name]}"
-        command = ray_command(self.python, "start", *words, where, *more)
+        command = ray_command("start", *words, where, *more)
         self.space.run(*command, at=name, **environment)
 
     def start(self, name: str, *words: str, **environment: str) -> subprocess.Popen[str]:

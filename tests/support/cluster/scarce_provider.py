@@ -9,19 +9,20 @@ exists) and `launches` (a line for each).
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
 
+from elastic.cluster.ray._ray_private import leave_agents_out
+
 
 class ScarceProvider(FakeMultiNodeProvider):  # type: ignore[misc]
     def __init__(self, provider_config: dict[str, Any], cluster_name: str) -> None:
         super().__init__(provider_config, cluster_name)
         self.folder = Path(provider_config["folder"])
-        sys.executable = provider_config["python"]  # nodes without agents
+        leave_agents_out()
         self._note()
 
     def create_node_with_resources_and_labels(
