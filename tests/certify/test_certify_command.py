@@ -274,7 +274,7 @@ def test_lines_say_verdict_name_and_seconds() -> None:
     ]
 
 
-def test_a_crew_that_was_only_starting_is_kept_and_one_that_had_begun_is_not() -> None:
+def test_a_worker_group_that_was_only_starting_is_kept_and_one_that_had_begun_is_not() -> None:
     def used(lab: Lab, error: BaseException, entered: bool) -> bool:
         with pytest.raises(type(error)):
             with lab.worker_pool(Limit.after(60)) as worker_pool:

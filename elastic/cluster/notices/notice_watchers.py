@@ -25,10 +25,10 @@ from elastic.worker.hosting.thread_boundary import ThreadBoundary, waiting
 
 log = logging.getLogger(__name__)
 
-HELD_S = 20.0  # how long a lookout without news holds a question
+HELD_S = 20.0  # how long a watcher without news holds a question
 ROUND_S = 0.5
 TOGETHER_S = 0.05  # in which answers of several nodes are taken together
-AGAIN_S = 5.0  # until a lookout that has ended is started again
+AGAIN_S = 5.0  # until a watcher that has ended is started again
 DRAIN_LEAST_S = 1.0
 
 

@@ -27,7 +27,7 @@ from elastic.cluster.ray.address import check_reachable, unreachable
 from elastic.worker.hosting.served_session import imported
 from elastic.worker.process.environment import die_with_parent, settle
 
-NAMESPACE = "elastic-outposts"
+NAMESPACE = "elastic-remote-processes"
 POLL_S = 0.5
 PORT_MOST_S = 60.0  # until a node has said which port is free
 GONE_MOST_S = 10.0
@@ -189,7 +189,7 @@ class RemoteProcess:
         self._known, self._gone = threading.Event(), threading.Event()
         self._why = ""
         self.pipe, self._into = Pipe(duplex=False)
-        self._thread = threading.Thread(target=self._relay, name="outpost", daemon=True)
+        self._thread = threading.Thread(target=self._relay, name="elastic-remote-process", daemon=True)
         self._thread.start()
 
     @property

@@ -168,7 +168,7 @@ class TestReal:
             one = remote_processes.RemoteProcess(place.seats[0], hands, order)
             assert one.ready(300) == ""
             one.send(("c", 1, 2))
-            assert one.pipe.recv() == ("a", "b", "c", (1, 2))
+            assert one.pipe.recv() == ("a", "b", ("c", 1, 2))
             one.signal(signal.SIGSTOP)
             one.end()
             with pytest.raises(EOFError):

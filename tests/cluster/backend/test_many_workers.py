@@ -122,7 +122,7 @@ def test_the_work_grows_with_the_cluster(piece: Callable[[int], Work]) -> None:
     assert growth(piece, 8, 32) < MOST
 
 
-def test_a_crew_knows_the_workers_of_a_node_until_they_are_forgotten() -> None:
+def test_a_worker_group_knows_the_workers_of_a_node_until_they_are_forgotten() -> None:
     worker_group = worker_group_of(3)
     assert (
         worker_group.workers("n001") == [WorkerId("n001", k) for k in range(GPUS)]

@@ -30,7 +30,7 @@ ENTRY = {"at_step": 4, "partition": "b", "for_s": 8.0}
 
 
 class Told:
-    """A crew that notes what it is told."""
+    """A worker group that notes what it is told."""
 
     def __init__(self, takes: bool = True) -> None:
         self.takes = takes
@@ -131,7 +131,7 @@ class Clock:
 def two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[WorkerGroup, dict[WorkerId, Actor], Clock, list[Any]]:
-    """A crew of two workers; its clock; and whom it has killed."""
+    """A worker group of two workers; its clock; and whom it has killed."""
     clock, killed = Clock(), list[Any]()
     actors = {A: Actor("a"), B: Actor("b")}
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (list(refs), []))

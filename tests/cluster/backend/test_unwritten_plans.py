@@ -41,7 +41,7 @@ class Actor:
 def two(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> tuple[WorkerGroup, dict[WorkerId, Worker]]:
-    """A crew of epoch 2 over two workers: of epoch 1, which gave both generation 3, and the first 4
+    """A worker group of epoch 2 over two workers: of epoch 1, which gave both generation 3, and the first 4
     and 5."""
     monkeypatch.setattr(processes, "stand_back", lambda: False)
 

@@ -1,4 +1,4 @@
-"""Actors end with their raylet, also where that alone is killed: Ray itself leaves a lookout
+"""Actors end with their raylet, also where that alone is killed: Ray itself leaves a watcher
 behind, for ever."""
 
 from __future__ import annotations
