@@ -90,7 +90,7 @@ def one(
     wait(backend, clock, NodeReady)
     looked = f"GET /{name}/latest/meta-data/spot/instance-action"
     while looked not in server.asked:
-        clock.look("the first look of a lookout")
+        clock.look("the first look of a watcher")
         backend.poll(backend.now_s() + 0.1)
     pause_s = time.monotonic() + Random(name).random()
     while time.monotonic() < pause_s:

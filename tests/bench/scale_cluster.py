@@ -1,7 +1,7 @@
 """A made-up cluster: what RayBackend calls of Ray, and workers that answer as real ones do, all in
 this process.
 
-The driver loop, the policy, the journal, the backend and its pieces (crew, gather, silence,
+The driver loop, the policy, the journal, the backend and its pieces (worker group, gather, silence,
 admission, the store that a generation meets at) are the real ones. Rank 0 tells of a step every
 `step_s`; a worker without news holds its poll as long as it was asked to. Nothing is trained.
 """

@@ -189,7 +189,9 @@ class RemoteProcess:
         self._known, self._gone = threading.Event(), threading.Event()
         self._why = ""
         self.pipe, self._into = Pipe(duplex=False)
-        self._thread = threading.Thread(target=self._relay, name="elastic-remote-process", daemon=True)
+        self._thread = threading.Thread(
+            target=self._relay, name="elastic-remote-process", daemon=True
+        )
         self._thread.start()
 
     @property

@@ -61,7 +61,7 @@ def test_what_is_said_again_keeps_its_deadline_whatever_the_clocks_do() -> None:
     notices = Notices()
     notices.heard("a", said(GCP=Finding("GCP: instance/preempted", 30.0)), 1000.0)
     assert notices.news() == [Notice("a", 1030.0, "GCP: instance/preempted")]
-    # of a lookout that was started over
+    # of a watcher that was started over
     notices.heard("a", said(GCP=Finding("GCP: instance/preempted", 30.0)), 1020.0)
     assert notices.news() == []
 
@@ -70,7 +70,7 @@ def test_a_source_that_has_not_answered_withdraws_nothing() -> None:
     notices = Notices()
     notices.heard("a", said(AWS=Finding(AWS, 120.0)), 1000.0)
     notices.news()
-    # a lookout that was started over, before its first answer
+    # a watcher that was started over, before its first answer
     notices.heard("a", NoticeReport(1, ("AWS",)), 1010.0)
     assert notices.news() == []
 
