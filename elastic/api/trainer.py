@@ -15,6 +15,7 @@ from elastic.api.running.entry import run_train_function
 from elastic.api.running.options import RUN_NAME, Options, ray_address
 from elastic.api.running.program_file import file_of
 from elastic.api.running.run import Result, run_job
+from elastic.api.running.start_checks import check_keys, check_storage
 from elastic.config.data_section import DataSpec
 from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
 from elastic.config.script import enters_loop
@@ -99,6 +100,7 @@ class ElasticTrainer:
         self._train = _train_function(self.program, self.train_loop_config)
         self._configs = (self.scaling_config is not None, self.run_config is not None)
         self._wanted = train_types.wanted(self.scaling_config, self.run_config)
+        check_keys(self.job or {}, Path(), WHERE)  # before the program's file is read
         self._data, self._file = _job_of(self.program, self.job or {})
         if self.datasets and self._data.get("data"):
             raise SpecError(
@@ -159,6 +161,7 @@ class ElasticTrainer:
                     function, self._file, data, where=WHERE, options=options
                 )
             else:
+                check_storage(data.get("storage"), name)
                 result = run_job(self._prepared(job_of(data, self._file, WHERE), run), options)
         if result.outcome == "stopped":
             lines = find_runs.stopped_lines(name, result.reason, words, naming=naming)

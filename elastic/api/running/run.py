@@ -20,7 +20,7 @@ from elastic.api.running.layout_question import LayoutCheck, asked_of, check_ope
 from elastic.api.running.local_pools import adapted
 from elastic.api.running.observers import Observers, check_port
 from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
-from elastic.api.running.start_checks import check_drill, paid_until_s
+from elastic.api.running.start_checks import check_drill, check_storage, paid_until_s
 from elastic.api.show_dashboard import DashboardBeside
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec
@@ -145,6 +145,7 @@ class JobRun:
         check_run_name(name)
         self.name = name
         check_port(options.metrics_port, {"metrics_port": spec.metrics_port})
+        check_storage(spec.storage, name)
         with self._phase("the program was read"):
             self._load(program)
         self.place = RunFolder.of(
