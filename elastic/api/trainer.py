@@ -4,6 +4,7 @@ translates its types."""
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -19,7 +20,7 @@ from elastic.api.running.start_checks import check_keys, check_storage
 from elastic.config.data_section import DataSpec
 from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
 from elastic.config.script import enters_loop
-from elastic.errors import OF_ITS_USER, SpecError, known_keywords
+from elastic.errors import OF_ITS_USER, Interrupted, SpecError, known_keywords
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.metrics.metrics_files import OnStep
@@ -112,14 +113,15 @@ class ElasticTrainer:
 
     def fit(self) -> ray.train.Result:
         """Trains to the end. Raises ray.train.TrainingFailedError when the run failed, as
-        TorchTrainer.fit does.
+        TorchTrainer.fit does; KeyboardInterrupt after Ctrl-C and SystemExit after SIGTERM, once the
+        run is saved.
 
         Uses the Ray cluster that this process is connected to, else $RAY_ADDRESS, else an embedded
         one on this machine.
         """
         from elastic.cluster.ray_train.train_types import FAILED
 
-        with plainly(*OF_ITS_USER, FAILED):
+        with plainly(*OF_ITS_USER, FAILED, KeyboardInterrupt):
             return self._fitted()
 
     def _fitted(self) -> ray.train.Result:
@@ -166,6 +168,10 @@ class ElasticTrainer:
         if result.outcome == "stopped":
             lines = find_runs.stopped_lines(name, result.reason, words, naming=naming)
             print(lines, end="", file=sys.stderr, flush=True)
+        if result.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if result.signal:
+            raise Interrupted(result.signal)
         return self._told(result, run)
 
     def _job(self, on_cluster: bool) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from elastic.config.job import JobSpec
 from elastic.config.pool_checks import check_budget, check_fit, fed
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
-from elastic.driver import Backend, drive, interruptible, restored, seldom_collected
+from elastic.driver import Backend, drive, interruptible, restored, seldom_collected, stopped_by
 from elastic.errors import SpecError, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
@@ -81,6 +81,7 @@ class Result:
     summary: dict[str, Any]
     folder: Path
     log: Path | None = None  # which has the whole traceback of the program's error
+    signal: int = 0  # that this process was sent and that has stopped the run: SIGINT of Ctrl-C ...
 
     @property
     def reason(self) -> str:
@@ -404,7 +405,9 @@ class JobRun:
             raise unwritten(error, text) from error
         if self.options.show:
             print("\n".join(["", *shown]), file=self._out())
-        return Result(self.name, _outcome(state), data, self.place.folder, log)
+        return Result(
+            self.name, _outcome(state), data, self.place.folder, log, signal=stopped_by(state)
+        )
 
     def _extras(self, state: State, lines: Iterable[Line]) -> dict[str, Any]:
         """What the report says besides what the journal does."""
