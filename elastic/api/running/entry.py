@@ -16,7 +16,7 @@ from elastic.api.running import restarted_script
 from elastic.api.running.options import Options
 from elastic.api.running.program_file import job_given
 from elastic.api.running.run import Result, run_job
-from elastic.api.running.start_checks import check_first, check_keys
+from elastic.api.running.start_checks import BY_SET, check_first, check_keys
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.script import check_starts_nothing, enters_loop, leaves_out, script_file
 from elastic.errors import OF_ITS_USER, SpecError
@@ -84,7 +84,7 @@ def keys_beside(
     """The keys of a job whose script is given by itself, and where they stand; `job`: as in
     `run_script`. Raises SpecError."""
     if job is None:
-        return {"name": file.stem} | overridden(overrides), "--set"
+        return {"name": file.stem} | overridden(overrides), BY_SET
     data, where = job_data(job, overrides)
     for way in ("program", "script"):
         if way in data:

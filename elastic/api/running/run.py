@@ -20,7 +20,7 @@ from elastic.api.running.layout_question import LayoutCheck, asked_of, check_ope
 from elastic.api.running.local_pools import adapted
 from elastic.api.running.observers import Observers, check_port
 from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
-from elastic.api.running.start_checks import check_drill, check_storage, paid_until_s
+from elastic.api.running.start_checks import check_drill, check_storage, keys_in, paid_until_s
 from elastic.api.show_dashboard import DashboardBeside
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec
@@ -276,7 +276,9 @@ class JobRun:
             self.name,
             epoch,
             replace(
-                job, fingerprint=fingerprint(self.spec.program, job, model, n_samples=n_samples)
+                job,
+                fingerprint=fingerprint(self.spec.program, job, model, n_samples=n_samples),
+                keys_in=keys_in(self.spec),
             ).plain(),
             self.pools,
             model,

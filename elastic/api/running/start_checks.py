@@ -27,9 +27,12 @@ from elastic.storage import open_storage
 from elastic.storage.local import LocalStorage
 from elastic.text import n_of
 from elastic.types import DriverStarted, Pool, Stop, WorkerFailed
+from elastic.types.typed_job import IN_JOB
 from elastic.worker.hosting.resume_checks import writable
 
 LEAST = {"steps": 1, "global_batch": 1_000_000}  # what a job must have; a script may say it later
+# what JobSpec.where says of a job that no job.yaml describes
+BY_SET, IN_PYTHON, IN_A_MAPPING = "--set", "ElasticTrainer(", "job"
 OF_A_SCRIPT = "epochs"  # is no key of a job's own
 # keys that say where a job could run
 OF_THE_POOLS = (
@@ -86,6 +89,20 @@ def _may_be(name: str, value: Any) -> bool:
     except SpecError:
         return False
     return True
+
+
+def keys_in(spec: JobSpec, *, restarted: bool = False) -> str:
+    """Where who gave this job would give another key of it, as advice names the place."""
+    if spec.where.startswith(IN_PYTHON):
+        return f"in {spec.where}"
+    if spec.where == IN_A_MAPPING:
+        return "in job={...}"
+    if spec.where != BY_SET:
+        return IN_JOB
+    if restarted or spec.script is None:
+        return f"by {BY_SET}"
+    entered = "prepare_trainer" if "prepare_trainer" in Path(spec.script).read_text() else "loop"
+    return f"in elastic.{entered}(...)"
 
 
 def check_storage(asked: str | None, run: str) -> None:

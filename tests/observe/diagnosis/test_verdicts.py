@@ -176,6 +176,17 @@ def test_advice_follows_the_job() -> None:
     assert "compile: true" in found(QUIET.with_(job=(("compile", False),)))["compute"].advice
 
 
+@pytest.mark.parametrize("place", ["in elastic.loop(...)", "in ElasticTrainer(job=...)"])
+def test_advice_names_the_place_in_which_the_run_was_given_its_keys(place: str) -> None:
+    loading, plain = CASES["data"][0], CASES["imbalance"][0]
+    mine = (("keys_in", place),)
+    assert found(loading.with_(job=mine))["data"].advice == f"data.loader_workers: 2 {place}"
+    assert found(loading)["data"].advice == "data.loader_workers: 2 in job.yaml"
+    given = (("rebalance", False), *mine)
+    assert f"rebalance: true {place}" in found(plain.with_(job=given))["imbalance"].advice
+    assert not any("job.yaml" in one.advice for one in found(loading.with_(job=mine)).values())
+
+
 # ------------------------------------------------------------------------- with a cost model
 
 
