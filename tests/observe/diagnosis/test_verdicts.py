@@ -106,6 +106,14 @@ def test_what_a_restarted_script_reads_again_is_its_restarts() -> None:
     assert "storage" not in verdicts_of
     one = verdicts_of["changes of capacity"]
     assert "restarts of the script took" in one.number and "elastic.loop" in one.advice
+    assert "at step 0 again" not in one.number and "docs/script.md" not in one.advice
+    start = account.transitions[0]
+    anew = replace(start, cause="loss", steps_lost=60)
+    account = replace(account, transitions=(start, anew, replace(anew, at_step=40)))
+    verdicts_of = {one.bound: one for one in diagnosed(replace(evidence, account=account))}
+    one = verdicts_of["changes of capacity"]
+    assert one.number.endswith("; 1 of them began at step 0 again")
+    assert one.advice.startswith("resume from its newest checkpoint, as docs/script.md shows; or ")
 
 
 def test_a_run_without_a_fault_is_bound_by_computation_alone() -> None:
