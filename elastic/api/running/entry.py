@@ -105,7 +105,8 @@ def run_file(
     """The same with the job's keys as they were read."""
     if not enters_loop(file):
         return restarted_script.run_restarting(file, args, data, where=where, options=options)
-    check_first(data, file, where, options=options, settled=partial(leaves_out, file))
+    settled = partial(leaves_out, file)
+    check_first(data, file, where, options=options, settled=settled, args=args)
     with start_line("the script ran up to its loop, which was tried", _shown(options)):
         spec, program = _loop_job(file, args, data, where=where, stream=options.stream)
     return run_job(spec, options, program)
@@ -188,8 +189,8 @@ def run_train_function(
     from elastic.worker.equivalence.draw_trial import with_notes
     from elastic.worker.loop.script_host import capture
 
-    check_first(keys, file, where, options=options, settled=partial(leaves_out, file))
-    args = sys.argv[1:]
+    args, settled = sys.argv[1:], partial(leaves_out, file)
+    check_first(keys, file, where, options=options, settled=settled, args=args)
     done = start_line("the train function ran up to its loop, which was tried", _shown(options))
     with done, train_function.as_they_are():
         program = capture(file, args, _seed(keys), function=lambda: train_function.loaded(data))

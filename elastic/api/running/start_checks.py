@@ -17,18 +17,20 @@ from elastic.api.running.observers import check_port
 from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
 from elastic.catalog.validation import first_problem
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
+from elastic.config.fingerprint import KEY, differences
 from elastic.config.job import JobSpec, job_of
 from elastic.config.key_names import STORED, stored_keys
 from elastic.config.pool_checks import check_fit
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.storage import open_storage
 from elastic.storage.local import LocalStorage
 from elastic.text import n_of
 from elastic.types import DriverStarted, Pool, Stop, WorkerFailed
 from elastic.types.typed_job import IN_JOB
-from elastic.worker.hosting.resume_checks import writable
+from elastic.worker.hosting.resume_checks import found_copies, other_values, writable
 
 LEAST = {"steps": 1, "global_batch": 1_000_000}  # what a job must have; a script may say it later
 # what JobSpec.where says of a job that no job.yaml describes
@@ -47,10 +49,11 @@ def check_first(
     *,
     options: Options,
     settled: Callable[[str], bool],
+    args: Sequence[str] = (),
 ) -> None:
     """What can be said of a job before its script is run, which takes long. `data`: its keys as
     they were given, which count before those that the script gives; `settled`: the script does not
-    give that one. Raises SpecError."""
+    give that one; `args`: of the script. Raises SpecError."""
     check_keys(data, file, where)
     check_port(options.metrics_port, data)
     if options.run_name is not None:
@@ -65,6 +68,24 @@ def check_first(
         check_drill(spec.drill, pools, embedded=address is None)
     if data.get("storage") is not None or settled("storage"):
         check_storage(data.get("storage"), options.run_name or "")
+        check_args(args, data, options)
+
+
+def check_args(args: Sequence[str], data: Mapping[str, Any], options: Options) -> None:
+    """Raises SpecError where the run of that name has checkpoints of a script with other arguments:
+    told before it is run with these."""
+    if options.run_name is None or options.allow_changed or options.from_checkpoint:
+        return
+    root = find_runs.storage_uri(data.get("storage") or default_storage())
+    place, now = RunFolder.of(open_storage(f"{root}/{options.run_name}")), {"args": list(args)}
+    stored = found_copies(place.storage).meta.get(KEY) or {}
+    if "args" not in stored or not differences({"args": stored["args"]}, now):
+        return
+    # a driver since may have had others, and have stored nothing
+    started = [e for line in place.lines() for _, e in line.events if isinstance(e, DriverStarted)]
+    was = (started[-1].job.get(KEY) or stored) if started else stored
+    if "args" in was and (changed := differences({"args": was["args"]}, now)):
+        raise other_values(options.run_name, changed)
 
 
 def check_keys(data: Mapping[str, Any], file: Path, where: str) -> None:

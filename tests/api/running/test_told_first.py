@@ -12,10 +12,14 @@ import pytest
 
 import elastic
 from elastic.api import trainer
-from elastic.api.running import program_file
+from elastic.api.running import program_file, start_checks
 from elastic.api.running.entry import run_script
+from elastic.config.fingerprint import KEY
 from elastic.errors import SpecError
+from elastic.ledger.journal import Line
 from elastic.program import load_program
+from elastic.types import DriverStarted, ModelProfile
+from elastic.worker.hosting import resume_checks
 
 RAISES = "raise RuntimeError('it was read')\n"
 LOOP = f"import elastic\n{RAISES}with elastic.loop() as run:\n    pass\n"
@@ -173,3 +177,33 @@ def test_keys_in_python_are_told_before_the_file_is_imported_again(
     with pytest.raises(SpecError, match=r"ElasticTrainer\(job=\.\.\.\): key 'steps'"):
         elastic.ElasticTrainer(program, job={"steps": 0})
     assert not read
+
+
+def test_other_arguments_of_a_run_that_is_there_are_told_before_its_script_is_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its newest driver had them, where the newest checkpoint is of an older one."""
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    stored, drivers = {"args": ["--steps", "60"]}, [{"args": ["--steps", "60"]}]
+
+    def found(storage: object) -> resume_checks.FoundCopies:
+        return resume_checks.FoundCopies((), {KEY: stored}, ())
+
+    def lines(place: object) -> list[Line]:
+        started = [DriverStarted("a", 1, {KEY: had}, (), ModelProfile(0, 0, ())) for had in drivers]
+        return [Line(float(n), n, ((0.0, event),)) for n, event in enumerate(started)]
+
+    monkeypatch.setattr(start_checks, "found_copies", found)
+    monkeypatch.setattr(start_checks.RunFolder, "lines", lines)
+    options = elastic.Options(run_name="a")
+    with pytest.raises(SpecError, match=r"'a' was started with other values: args \(.*'60'.*'90'"):
+        run_script(script, ["--steps", "90"], options=options)
+    for same in (["--steps", "60"], ["--steps", "90"]):
+        drivers[-1] = {"args": same}
+        with pytest.raises(SpecError, match="it was read"):
+            run_script(script, same, options=options)
+    drivers[-1] = stored
+    with pytest.raises(SpecError, match="it was read"):
+        changed = elastic.Options(run_name="a", allow_changed=True)
+        run_script(script, ["--steps", "90"], options=changed)
