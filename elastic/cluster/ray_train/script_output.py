@@ -17,6 +17,8 @@ LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IG
 HF_LOSS = re.compile(r"^\s*\{.*'loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
 HF_EVAL = re.compile(r"\{.*'eval_loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
 BAR = re.compile(r"\d+%\|.*\|\s*(\d+)/(\d+)\s*\[")  # of tqdm: steps done, of how many
+# what moves a terminal's cursor between two bars, and what is put before a line for a person
+CURSOR, OF_RANK = re.compile(r"\x1b\[\d*[A-K]"), re.compile(r"^\[rank \d+\] ?")
 BAR_EVERY_S = 10.0  # a person is shown a bar so often
 LOGGED = "elastic.log "  # what a line of elastic.log begins with
 TRACEBACK = "Traceback (most recent call last):"
@@ -81,8 +83,9 @@ class StepReader:
                 if now_s - self._bar_s < BAR_EVERY_S:
                     continue
                 self._bar_s = now_s
-            if line.strip():
-                found.append(line)
+            text = CURSOR.sub("", line)
+            if OF_RANK.sub("", text).strip():
+                found.append(text)
         return found
 
 

@@ -73,6 +73,18 @@ def test_a_person_is_shown_a_bar_now_and_then() -> None:
     assert not shown(HF[4:6], BAR_EVERY_S - 1)
 
 
+def test_a_person_is_shown_nothing_of_what_wipes_a_bar_out() -> None:
+    """The lines come with the rank before them."""
+    shown = StepReader().shown
+    wiped = [
+        "[rank 0] ",
+        "[rank 0]",
+        "[rank 0]          \x1b[A",
+        "[rank 0] \x1b[A{'eval_loss': 3.5}",
+    ]
+    assert shown(wiped, 0.0) == ["[rank 0] {'eval_loss': 3.5}"]
+
+
 def test_the_error_is_that_of_the_last_traceback_whatever_was_printed_after_it() -> None:
     tail = f"{TRACEBACK}\n  File a\nKeyError: 1\n\n{TRACEBACK}\n  File b\nValueError: 2\nbye"
     assert error_part(tail) == f"{TRACEBACK}\n  File b\nValueError: 2"
