@@ -39,6 +39,7 @@ LEAST_WAIT_S = 0.001  # between two looks without news
 AWAY_EVERY_S = 10.0
 COLLECT_EVERY = 20_000  # new objects; a look at thousands of workers makes tens of thousands
 TEXT_MOST = 300  # characters of what storage said
+SIGNAL = "signal "  # how the reason of a stop begins that a signal has asked for
 
 
 class Backend(Protocol):
@@ -351,7 +352,7 @@ def _poll(
     except KeyboardInterrupt:
         if _is_virtual(backend):
             raise
-        asked.append("interrupted")
+        asked.append(f"{SIGNAL}{signal.SIGINT.name}")
         return []
 
 
@@ -375,13 +376,22 @@ def stop_signals() -> Iterator[list[str]]:
     asked: list[str] = []
 
     def note(number: int, frame: Any) -> None:
-        text = f"signal {signal.Signals(number).name}"
+        text = f"{SIGNAL}{signal.Signals(number).name}"
         # a closed terminal's shell sends it again: no second wish
         if number != signal.SIGHUP or text not in asked:
             asked.append(text)
 
     with _handled(note, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield asked
+
+
+def stopped_by(state: State) -> int:
+    """The number of the signal that this process was sent and that has stopped the run; 0 =
+    something else has."""
+    if state.phase != "stopped" or state.stop is None:
+        return 0
+    name = state.stop.reason.removeprefix(SIGNAL)
+    return next((one.value for one in signal.Signals if one.name == name), 0)
 
 
 @contextmanager

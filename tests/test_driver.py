@@ -21,6 +21,7 @@ from elastic.driver import (
     restored,
     seldom_collected,
     stop_signals,
+    stopped_by,
 )
 from elastic.errors import LostContact, SpecError, StateLost, StorageFull, StorageRefused
 from elastic.ledger.journal import Journal, MemoryJournal, read
@@ -142,6 +143,10 @@ def test_a_signal_asks_once_for_a_stop_that_saves(number: int) -> None:
         event for line in journal.lines for _, event in line.events if isinstance(event, StopAsked)
     ]
     assert asked == [StopAsked(f"signal {signal.Signals(number).name}")]
+    assert stopped_by(state) == number
+    assert not stopped_by(replace(state, phase="succeeded"))
+    assert state.stop is not None
+    assert not stopped_by(replace(state, stop=replace(state.stop, reason="elastic stop")))
     assert any(isinstance(a, Quiesce) and a.save for a in backend.actions)
     assert signal.getsignal(number) is before
 
@@ -195,6 +200,7 @@ def test_an_interrupt_inside_poll_is_a_wish_to_stop() -> None:
     backend.on_poll = interrupt
     state = drive(backend, MemoryJournal(), start())
     assert raised and state.phase == "stopped" and state.saved_step == 2
+    assert stopped_by(state) == signal.SIGINT
 
 
 @pytest.mark.parametrize(

@@ -156,9 +156,10 @@ def _study(
     measured = _measured(asked, notes)
     machines = machines_of(source, asked.cluster, {})
     at_once = [each for each in machines if each.group.market_type != "on-demand"]
-    step_s, whole_s, ratio = _step_s(source, at_once, measured)
-    later = [_step_s(each, at_once, measured) for each in source.each_phase[1:]]
-    whole_s += sum(of_phase_s for _, of_phase_s, _ in later)
+    step_s, efficient_s, ratio = _step_s(source, at_once, measured)
+    later = [(each.steps, *_step_s(each, at_once, measured)[:2]) for each in source.each_phase[1:]]
+    whole_s = step_s * source.steps + sum(steps * each_s for steps, each_s, _ in later)
+    efficient_s += sum(of_phase_s for _, _, of_phase_s in later)
     delays = measured.delays if measured is not None else USUAL_DELAYS
     job = replace(source.whole or source.job, eval_every=0, drill=(), check_numbers_every=0)
     if asked.deadline_h:
@@ -173,12 +174,13 @@ def _study(
             sum(each.group.n_gpus for each in at_once),
             measured.step_s if measured is not None else {},
             ratio,
-            tuple(of_step_s for of_step_s, _, _ in later),
+            tuple(of_step_s for _, of_step_s, _ in later),
         ),
         whole_s,
         delays,
         known_of(pools),
         phase_samples=source.phase_samples,
+        efficient_s=efficient_s,
     )
     traces = _traces(asked, spot, notes, like=like, length_s=subject.given_up_s)
     for trace in traces.values():
@@ -245,8 +247,8 @@ def _lines(run: str) -> Sequence[Any]:
 def _step_s(
     source: Subject, machines: Sequence[MachineGroup], measured: Calibration | None
 ) -> tuple[float, float, float]:
-    """Of a step on all nodes that the job may have at once; what all steps take there, or on fewer
-    nodes where each of them does more; and measured by predicted seconds."""
+    """Of a step on all nodes that the job may have at once; of all steps, were they as efficient
+    there as on so many nodes as each does most; and measured by predicted seconds."""
     query = Query(source, Aim())
     whole = query.offers(machines).best[0]
     ratio = measured.ratio if measured is not None else 1.0

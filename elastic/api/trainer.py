@@ -4,6 +4,7 @@ translates its types."""
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -15,10 +16,11 @@ from elastic.api.running.entry import run_train_function
 from elastic.api.running.options import RUN_NAME, Options, ray_address
 from elastic.api.running.program_file import file_of
 from elastic.api.running.run import Result, run_job
+from elastic.api.running.start_checks import check_keys, check_storage
 from elastic.config.data_section import DataSpec
 from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
 from elastic.config.script import enters_loop
-from elastic.errors import OF_ITS_USER, SpecError, known_keywords
+from elastic.errors import OF_ITS_USER, Interrupted, SpecError, known_keywords
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.metrics.metrics_files import OnStep
@@ -99,6 +101,7 @@ class ElasticTrainer:
         self._train = _train_function(self.program, self.train_loop_config)
         self._configs = (self.scaling_config is not None, self.run_config is not None)
         self._wanted = train_types.wanted(self.scaling_config, self.run_config)
+        check_keys(self.job or {}, Path(), WHERE)  # before the program's file is read
         self._data, self._file = _job_of(self.program, self.job or {})
         if self.datasets and self._data.get("data"):
             raise SpecError(
@@ -110,14 +113,15 @@ class ElasticTrainer:
 
     def fit(self) -> ray.train.Result:
         """Trains to the end. Raises ray.train.TrainingFailedError when the run failed, as
-        TorchTrainer.fit does.
+        TorchTrainer.fit does; KeyboardInterrupt after Ctrl-C and SystemExit after SIGTERM, once the
+        run is saved.
 
         Uses the Ray cluster that this process is connected to, else $RAY_ADDRESS, else an embedded
         one on this machine.
         """
         from elastic.cluster.ray_train.train_types import FAILED
 
-        with plainly(*OF_ITS_USER, FAILED):
+        with plainly(*OF_ITS_USER, FAILED, KeyboardInterrupt):
             return self._fitted()
 
     def _fitted(self) -> ray.train.Result:
@@ -159,10 +163,15 @@ class ElasticTrainer:
                     function, self._file, data, where=WHERE, options=options
                 )
             else:
+                check_storage(data.get("storage"), name)
                 result = run_job(self._prepared(job_of(data, self._file, WHERE), run), options)
         if result.outcome == "stopped":
             lines = find_runs.stopped_lines(name, result.reason, words, naming=naming)
             print(lines, end="", file=sys.stderr, flush=True)
+        if result.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if result.signal:
+            raise Interrupted(result.signal)
         return self._told(result, run)
 
     def _job(self, on_cluster: bool) -> dict[str, Any]:

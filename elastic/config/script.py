@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
 
 from elastic.errors import SpecError
@@ -69,7 +70,44 @@ def _trainer_in(tree: ast.Module) -> tuple[str, int, bool] | None:
 def enters_loop(file: Path) -> bool:
     """Does the script call one of `ENTER` (under whatever name it imports it)? Read from its
     text."""
+    return bool(_loops(_parsed(file)))
+
+
+def leaves_out(file: Path, key: str) -> bool:
+    """Is it certain, from the text of a script, that it gives elastic.loop no such key of a job? It
+    is not where the key is named anywhere, or the keywords come out of something else than a dict
+    that stands in the script."""
     tree = _parsed(file)
+    nodes = list(ast.walk(tree))
+    if any(isinstance(node, ast.Constant) and node.value == key for node in nodes):
+        return False
+    for call in _loops(tree):
+        for keyword in call.keywords:
+            if keyword.arg == key or (keyword.arg is None and not _is_dict(keyword.value, nodes)):
+                return False
+    return True
+
+
+def _is_dict(value: ast.expr, nodes: Sequence[ast.AST]) -> bool:
+    """Of a `**value`: a dict as it stands there, or a name that is only ever such a one."""
+    if isinstance(value, ast.Dict):
+        return None not in value.keys
+    if not isinstance(value, ast.Name):
+        return False
+    known = [
+        node.targets[0]
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and len(node.targets) == 1
+        and isinstance(node.value, ast.Dict)
+        and None not in node.value.keys
+    ]
+    passed = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg is None]
+    here = [node for node in nodes if isinstance(node, ast.Name) and node.id == value.id]
+    return any(node in known for node in here) and all(node in [*known, *passed] for node in here)
+
+
+def _loops(tree: ast.Module) -> list[ast.Call]:
     modules, names = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -78,9 +116,11 @@ def enters_loop(file: Path) -> bool:
             }
         elif isinstance(node, ast.ImportFrom) and node.module == "elastic" and not node.level:
             names |= {alias.asname or alias.name for alias in node.names if alias.name in ENTER}
-    return any(
-        _is_loop(node.func, modules, names) for node in ast.walk(tree) if isinstance(node, ast.Call)
-    )
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _is_loop(node.func, modules, names)
+    ]
 
 
 def _is_loop(called: ast.expr, modules: set[str], names: set[str]) -> bool:

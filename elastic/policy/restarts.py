@@ -139,7 +139,7 @@ def entering(state: State, now_s: float) -> Decision | None:
         f"the script did not start its process group on {len(target.ranks)} ranks within "
         f"{start_most_s(state):.0f} s: it must call torch.distributed.init_process_group() "
         "with the environment that torchrun sets (RANK, MASTER_ADDR ...); a slow start needs "
-        "a larger max_silence_s in job.yaml"
+        f"a larger max_silence_s {state.job.keys_in}"
     )
     return Decision((Stop("failed", text),), text)
 

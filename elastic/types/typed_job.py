@@ -15,6 +15,7 @@ T = TypeVar("T")
 # of the key `batch_norm`, besides {group: N}
 NormWord = Literal["auto", "step", "microbatch"]
 AUTO_NORM: Final = "auto"
+IN_JOB = "in job.yaml"
 STEP: Final = "step"
 MICROBATCH: Final = "microbatch"
 Auto = Literal["auto"]
@@ -230,6 +231,7 @@ class Job:
     # copies, and no key says how many steps it has
     restarted: bool = False
     cwd: str = ""
+    keys_in: str = IN_JOB  # where its keys are given, as advice names it
     fingerprint: Mapping[str, Any] | None = None  # see config/fingerprint.py; None = not taken
     # type of fewest bits that the model was seen to compute in; None = nobody looked
     computes_in: str | None = None
@@ -415,7 +417,7 @@ NESTED: Mapping[str, Callable[[Any], Any]] = {
     "args": tuple, "lengths": tuple,
 }  # fmt: skip
 TOLD = (  # no keys of job.yaml
-    "restarted", "cwd", "fingerprint", "computes_in", "n_samples", "phase", "lengths",
+    "restarted", "cwd", "fingerprint", "computes_in", "n_samples", "phase", "lengths", "keys_in",
 )  # fmt: skip
 # keys of job.yaml that a phase may change; it has lr_factor and lr_schedule besides
 OF_PHASE = (

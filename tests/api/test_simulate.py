@@ -172,3 +172,27 @@ def test_who_takes_more_on_demand_nodes_than_there_are_is_told(
         "elastic alone keeps to that"
     ]
     assert told("--compare", "no-replicas") == []
+
+
+def test_hours_are_those_on_all_nodes_also_where_they_do_no_more_than_one(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of one sample: the second node has nothing to do. All nodes on demand are paid twice
+    for it; the least that the job can cost is that of one."""
+
+    def told(nodes: int) -> tuple[float, float, float, float]:
+        pool = f"{{name: spot, market_type: spot, usd_per_node_h: 1.2, max_nodes: {nodes}}}"
+        keys = ("steps=3000000", "global_batch=1", "budget_usd=1e6", f"pools=[{pool}]")
+        data = as_json(
+            capsys, "simulate", "--script", str(PROGRAMS / "loop_tiny.py"),
+            *(word for key in keys for word in ("--set", key)),
+            "--trace", trace, "--start-times", "1", "--compare", "on-demand,bound",
+        )  # fmt: skip
+        fixed, bound = data["policies"]["on-demand"], data["policies"]["bound"]
+        cost = [one["cost_usd"]["median"] for one in (fixed, bound)]
+        return data["ideal_h"], fixed["wall_h"]["median"], cost[0], cost[1]
+
+    (alone_h, wall_h, usd, least), (hours, both_h, both_usd, both_least) = told(1), told(2)
+    assert hours == pytest.approx(alone_h, rel=0.05)
+    assert both_h == pytest.approx(wall_h, rel=0.05) and both_usd == pytest.approx(2 * usd, rel=0.1)
+    assert both_least <= least

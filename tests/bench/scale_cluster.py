@@ -212,8 +212,11 @@ class MadeUpCluster:
 
     kill = close = disconnect
 
-    def last_words(self, pid: int) -> str:
+    def errors_of(self, pid: int) -> str:
         return ""
+
+    def killed_by(self, pid: int) -> int:
+        return 0
 
     # --------------------------------------------------------------------------------------- as ray
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic.api.running.entry import run, run_script
-from elastic.config.script import check_starts_nothing, enters_loop, script_file
+from elastic.config.script import check_starts_nothing, enters_loop, leaves_out, script_file
 from elastic.errors import SpecError
 
 
@@ -92,3 +92,28 @@ def test_one_that_starts_a_run_of_ours_is_run_as_it_is(tmp_path: Path) -> None:
 def test_other_scripts_are_started(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(text)
     check_starts_nothing(tmp_path / "t.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "certain"),
+    [
+        ("elastic.loop(model=m, steps=3)", True),
+        ("elastic.prepare_trainer(t, global_batch=4)", True),
+        ("elastic.loop(model=m, storage='runs')", False),
+        ("elastic.prepare_trainer(t, storage=args.storage)", False),
+        ("elastic.loop(**{'steps': 3})", True),
+        ("elastic.loop(**{'storage': 3})", False),
+        ("elastic.loop(**{'steps': 3, **more})", False),
+        ("job = {'steps': 3}\nelastic.loop(**job)", True),
+        ("job = {'steps': 3, 'storage': 'runs'}\nelastic.loop(**job)", False),
+        ("job = {'steps': 3}\njob['storage'] = 'runs'\nelastic.loop(**job)", False),
+        ("job = {'steps': 3}\njob.update(others)\nelastic.loop(**job)", False),
+        ("job = {'steps': 3}\nadd_to(job)\nelastic.loop(**job)", False),
+        ("job = keys()\nelastic.loop(**job)", False),
+        ("elastic.loop(**vars(args))", False),
+        ("elastic.loop(model=m)\nelastic.loop(**keys())", False),
+        ("parser.add_argument('--storage')\nf(storage=1)\nelastic.loop(model=m)", True),
+    ],
+)
+def test_what_a_script_certainly_leaves_out(tmp_path: Path, text: str, certain: bool) -> None:
+    assert leaves_out(script(tmp_path, f"import elastic\n{text}\n"), "storage") is certain

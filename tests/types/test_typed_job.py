@@ -130,6 +130,7 @@ def test_what_a_running_job_is_told_is_kept_and_stands_nowhere_else() -> None:
         "n_samples": 7,
         "restarted": True,
         "cwd": "/home/me",
+        "keys_in": "by --set",
         "phase": 1,
         "lengths": [7, 9],
     }

@@ -8,18 +8,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.running import restarted_script
-from elastic.api.running.observers import check_port
 from elastic.api.running.options import Options
 from elastic.api.running.program_file import job_given
 from elastic.api.running.run import Result, run_job
-from elastic.config.clusters import load_cluster
+from elastic.api.running.start_checks import BY_SET, check_first, check_keys
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
-from elastic.config.key_names import STORED
-from elastic.config.script import check_starts_nothing, enters_loop, script_file
+from elastic.config.script import check_starts_nothing, enters_loop, leaves_out, script_file
 from elastic.errors import OF_ITS_USER, SpecError
 from elastic.observe import find_runs
 from elastic.observe.metrics.metrics_files import OnStep
@@ -85,7 +84,7 @@ def keys_beside(
     """The keys of a job whose script is given by itself, and where they stand; `job`: as in
     `run_script`. Raises SpecError."""
     if job is None:
-        return {"name": file.stem} | overridden(overrides), "--set"
+        return {"name": file.stem} | overridden(overrides), BY_SET
     data, where = job_data(job, overrides)
     for way in ("program", "script"):
         if way in data:
@@ -106,9 +105,8 @@ def run_file(
     """The same with the job's keys as they were read."""
     if not enters_loop(file):
         return restarted_script.run_restarting(file, args, data, where=where, options=options)
-    check_port(options.metrics_port, data)
-    if options.cluster is not None:
-        load_cluster(options.cluster)  # what is wrong there is told before the script is run
+    settled = partial(leaves_out, file)
+    check_first(data, file, where, options=options, settled=settled, args=args)
     with start_line("the script ran up to its loop, which was tried", _shown(options)):
         spec, program = _loop_job(file, args, data, where=where, stream=options.stream)
     return run_job(spec, options, program)
@@ -176,7 +174,7 @@ def _loop_job(
     from elastic.worker.equivalence.draw_trial import with_notes
     from elastic.worker.loop.script_host import capture
 
-    _check_names(data, file, where)
+    check_keys(data, file, where)  # told before the script is run
     with redirect_stdout(stream or sys.stdout):
         program = with_notes(capture(file, args, _seed(data)))
     return _spec_of(program, file, args, data=data, where=where), program
@@ -191,9 +189,8 @@ def run_train_function(
     from elastic.worker.equivalence.draw_trial import with_notes
     from elastic.worker.loop.script_host import capture
 
-    check_port(options.metrics_port, keys)
-    _check_names(keys, file, where)
-    args = sys.argv[1:]
+    args, settled = sys.argv[1:], partial(leaves_out, file)
+    check_first(keys, file, where, options=options, settled=settled, args=args)
     done = start_line("the train function ran up to its loop, which was tried", _shown(options))
     with done, train_function.as_they_are():
         program = capture(file, args, _seed(keys), function=lambda: train_function.loaded(data))
@@ -221,14 +218,6 @@ def _spec_of(
         alone = {key: data[key] for key in NEEDED} | own | started
         job_of(alone, file, f"{file}: elastic.loop(...)")
     return job_of(data, file, where)
-
-
-def _check_names(data: Mapping[str, Any], file: Path, where: str) -> None:
-    """Raises SpecError for a key that does not exist: told before the script is run, which takes
-    long."""
-    for name in data:
-        if name not in (*JobSpec.__pydantic_fields__, *STORED, "epochs"):
-            job_of({"steps": 1, "global_batch": 1, name: data[name]}, file, where)
 
 
 def _with_steps(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.api.running.options import Options
+from elastic.api.running.start_checks import IN_A_MAPPING, check_first
 from elastic.config.job import JobSpec, job_of, load_job
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
@@ -23,9 +24,11 @@ def job_given(
                 "with a Program"
             )
         return load_job(program, options.overrides)
+    if isinstance(job, Mapping):  # before the file is imported again
+        check_first(job, Path(), IN_A_MAPPING, options=options, settled=lambda key: True)
     file = file_of(program)
     if isinstance(job, Mapping):
-        return job_of(job, file)
+        return job_of(job, file, IN_A_MAPPING)
     if job is None:
         raise SpecError(
             "run(program): give job={'steps': ..., 'global_batch': ...} or the folder of a job.yaml"

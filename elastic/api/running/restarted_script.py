@@ -12,7 +12,7 @@ from typing import Any
 from elastic.api.running.layout_question import LayoutCheck
 from elastic.api.running.options import Options
 from elastic.api.running.run import JobRun, Result
-from elastic.api.running.start_checks import failed_by_itself, paid_until_s
+from elastic.api.running.start_checks import failed_by_itself, keys_in, paid_until_s
 from elastic.config.job import JobSpec, job_of
 from elastic.config.key_names import place_of
 from elastic.errors import SpecError
@@ -102,9 +102,9 @@ class _ScriptRun(JobRun):
         warn_of_clock(before, time.time())
         job = replace(
             self.spec.job(), script=str(self.file), args=self.args, cwd=str(Path.cwd()),
-            restarted=True,
+            restarted=True, keys_in=keys_in(self.spec, restarted=True),
         )  # fmt: skip
-        kept = (*KEYS, "folder", "script", "args", "cwd", "restarted")
+        kept = (*KEYS, "folder", "script", "args", "cwd", "restarted", "keys_in")
         plain = {key: value for key, value in job.plain().items() if key in kept}
         attached = self._attaches(state)
         until_s = paid_until_s(before, job.orphan_lease_s, embedded=self.address is None)

@@ -20,14 +20,14 @@ from elastic.api.running.layout_question import LayoutCheck, asked_of, check_ope
 from elastic.api.running.local_pools import adapted
 from elastic.api.running.observers import Observers, check_port
 from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
-from elastic.api.running.start_checks import check_drill, paid_until_s
+from elastic.api.running.start_checks import check_drill, check_storage, keys_in, paid_until_s
 from elastic.api.show_dashboard import DashboardBeside
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec
 from elastic.config.pool_checks import check_budget, check_fit, fed
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
-from elastic.driver import Backend, drive, interruptible, restored, seldom_collected
+from elastic.driver import Backend, drive, interruptible, restored, seldom_collected, stopped_by
 from elastic.errors import SpecError, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
@@ -81,6 +81,7 @@ class Result:
     summary: dict[str, Any]
     folder: Path
     log: Path | None = None  # which has the whole traceback of the program's error
+    signal: int = 0  # that this process was sent and that has stopped the run: SIGINT of Ctrl-C ...
 
     @property
     def reason(self) -> str:
@@ -145,6 +146,7 @@ class JobRun:
         check_run_name(name)
         self.name = name
         check_port(options.metrics_port, {"metrics_port": spec.metrics_port})
+        check_storage(spec.storage, name)
         with self._phase("the program was read"):
             self._load(program)
         self.place = RunFolder.of(
@@ -274,7 +276,9 @@ class JobRun:
             self.name,
             epoch,
             replace(
-                job, fingerprint=fingerprint(self.spec.program, job, model, n_samples=n_samples)
+                job,
+                fingerprint=fingerprint(self.spec.program, job, model, n_samples=n_samples),
+                keys_in=keys_in(self.spec),
             ).plain(),
             self.pools,
             model,
@@ -403,7 +407,9 @@ class JobRun:
             raise unwritten(error, text) from error
         if self.options.show:
             print("\n".join(["", *shown]), file=self._out())
-        return Result(self.name, _outcome(state), data, self.place.folder, log)
+        return Result(
+            self.name, _outcome(state), data, self.place.folder, log, signal=stopped_by(state)
+        )
 
     def _extras(self, state: State, lines: Iterable[Line]) -> dict[str, Any]:
         """What the report says besides what the journal does."""

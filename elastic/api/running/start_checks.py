@@ -1,15 +1,143 @@
-"""What a run refuses before it starts."""
+"""What a run refuses before it starts; what of it is known before any of the user's code is run."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
+
+from elastic.api.running.local_pools import adapted
+from elastic.api.running.observers import check_port
+from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
+from elastic.catalog.validation import first_problem
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
+from elastic.config.fingerprint import KEY, differences
+from elastic.config.job import JobSpec, job_of
+from elastic.config.key_names import STORED, stored_keys
+from elastic.config.pool_checks import check_fit
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe import find_runs
+from elastic.storage import open_storage
+from elastic.storage.local import LocalStorage
 from elastic.text import n_of
 from elastic.types import DriverStarted, Pool, Stop, WorkerFailed
+from elastic.types.typed_job import IN_JOB
+from elastic.worker.hosting.resume_checks import found_copies, other_values, writable
+
+LEAST = {"steps": 1, "global_batch": 1_000_000}  # what a job must have; a script may say it later
+# what JobSpec.where says of a job that no job.yaml describes
+BY_SET, IN_PYTHON, IN_A_MAPPING = "--set", "ElasticTrainer(", "job"
+OF_A_SCRIPT = "epochs"  # is no key of a job's own
+# keys that say where a job could run
+OF_THE_POOLS = (
+    "name", "pools", "layout", "min_workers", "max_workers", "on_demand_floor", "drill",
+)  # fmt: skip
+
+
+def check_first(
+    data: Mapping[str, Any],
+    file: Path,
+    where: str,
+    *,
+    options: Options,
+    settled: Callable[[str], bool],
+    args: Sequence[str] = (),
+) -> None:
+    """What can be said of a job before its script is run, which takes long. `data`: its keys as
+    they were given, which count before those that the script gives; `settled`: the script does not
+    give that one; `args`: of the script. Raises SpecError."""
+    check_keys(data, file, where)
+    check_port(options.metrics_port, data)
+    if options.run_name is not None:
+        check_run_name(options.run_name)
+    # prices and prompts are told once, by the run
+    quiet, address = replace(options, show=False), ray_address(options)
+    known = {key: data[key] for key in OF_THE_POOLS if key in data}
+    spec = adapted(job_of(LEAST | known, file, where), quiet, address)
+    pools = tuple(pool.pool() for pool in spec.pools)
+    if "pools" in data or options.cluster is not None or settled("pools"):
+        check_fit(spec, pools)
+        check_drill(spec.drill, pools, embedded=address is None)
+    if data.get("storage") is not None or settled("storage"):
+        check_storage(data.get("storage"), options.run_name or "")
+        check_args(args, data, options)
+
+
+def check_args(args: Sequence[str], data: Mapping[str, Any], options: Options) -> None:
+    """Raises SpecError where the run of that name has checkpoints of a script with other arguments:
+    told before it is run with these."""
+    if options.run_name is None or options.allow_changed or options.from_checkpoint:
+        return
+    root = find_runs.storage_uri(data.get("storage") or default_storage())
+    place, now = RunFolder.of(open_storage(f"{root}/{options.run_name}")), {"args": list(args)}
+    stored = found_copies(place.storage).meta.get(KEY) or {}
+    if "args" not in stored or not differences({"args": stored["args"]}, now):
+        return
+    # a driver since may have had others, and have stored nothing
+    started = [e for line in place.lines() for _, e in line.events if isinstance(e, DriverStarted)]
+    was = (started[-1].job.get(KEY) or stored) if started else stored
+    if "args" in was and (changed := differences({"args": was["args"]}, now)):
+        raise other_values(options.run_name, changed)
+
+
+def check_keys(data: Mapping[str, Any], file: Path, where: str) -> None:
+    """Raises SpecError for a key that does not exist, or whose value is wrong whatever the other
+    keys are."""
+    stored_keys(data, where)
+    for name, value in data.items():
+        # phases are of so many steps
+        if name == OF_A_SCRIPT or (name == "phases" and "steps" not in data):
+            continue
+        if name not in (*JobSpec.__pydantic_fields__, *STORED) or not _may_be(name, value):
+            job_of({"name": "a", **LEAST, name: value}, file, where)
+
+
+def _may_be(name: str, value: Any) -> bool:
+    try:
+        JobSpec.model_validate(
+            {"name": "a", "folder": "", "program": "", **LEAST, STORED.get(name, name): value}
+        )
+    except ValidationError as error:
+        return not first_problem(error)["loc"]  # else several keys do not go together
+    except SpecError:
+        return False
+    return True
+
+
+def keys_in(spec: JobSpec, *, restarted: bool = False) -> str:
+    """Where who gave this job would give another key of it, as advice names the place."""
+    if spec.where.startswith(IN_PYTHON):
+        return f"in {spec.where}"
+    if spec.where == IN_A_MAPPING:
+        return "in job={...}"
+    if spec.where != BY_SET:
+        return IN_JOB
+    if restarted or spec.script is None:
+        return f"by {BY_SET}"
+    entered = "prepare_trainer" if "prepare_trainer" in Path(spec.script).read_text() else "loop"
+    return f"in elastic.{entered}(...)"
+
+
+def check_storage(asked: str | None, run: str) -> None:
+    """Raises SpecError where a folder cannot be written. `run`: the name of the run, where it is
+    known. (What a service answers is heard when the run takes its lease.)"""
+    root = find_runs.storage_uri(asked or default_storage())
+    storage = open_storage(root)
+    if not isinstance(storage, LocalStorage):
+        return
+    mine = storage.root / run
+    with writable(str(mine)):
+        storage.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=mine if os.path.lexists(mine) else storage.root):
+            pass
 
 
 def paid_until_s(before: Sequence[Line], orphan_lease_s: float, embedded: bool) -> float | None:

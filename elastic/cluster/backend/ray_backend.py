@@ -24,13 +24,13 @@ from elastic.cluster.backend.cloud_feed import CloudFeed
 from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.cluster.backend.driver_hold import DriverHold, connect
 from elastic.cluster.backend.ray_run import RayRun
-from elastic.cluster.local.local_cluster import LAST_WORDS, LocalCluster
+from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.cluster.nodes.autoscaler import provider_for
 from elastic.cluster.nodes.demand import DemandReport, left_paid
 from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
 from elastic.cluster.notices.notice_watchers import drain_in_ray
 from elastic.cluster.workers.admission_links import Entrance
-from elastic.cluster.workers.output import calls_file, last_words
+from elastic.cluster.workers.output import LastWords, calls_file, last_words
 from elastic.cluster.workers.worker_actor import WorkerSetup
 from elastic.cluster.workers.worker_group import BrokenWorker, Placement, PollAnswer, WorkerGroup
 from elastic.errors import SpecError
@@ -312,11 +312,13 @@ class RayBackend(HostingBackend):
             generation = self.worker_group.generation(worker)
             return [WorkerFailed(worker, generation, "infrastructure", broken.error)]
         words = self._last_words(broken.pid)
-        found = self._mismatch(worker, broken.pid, words) if MISMATCH in words else []
+        unlike = MISMATCH in words.crash
+        found = self._mismatch(worker, broken.pid, words.crash) if unlike else []
+        known = self._killed(worker, broken.pid) or broken.error
         self._end([worker])
         ray_id = self.provider.ray_id(worker.node_id)
         why = self.survey.check(ray_id) if ray_id else ""
-        failed = [*found, WorkerFailed(worker, 0, "process", broken.error + words)]
+        failed = [*found, WorkerFailed(worker, 0, "process", f"{known}{words}")]
         if why:
             return [*failed, *self._lose(worker.node_id, why)]
         self._suspect([worker.node_id])
@@ -329,7 +331,9 @@ class RayBackend(HostingBackend):
         if plan is None or dead not in plan.ranks:
             return []
         said = re.sub(r"\[enforce fail at \S+\] ", "", words)  # a place in gloo's source
-        unlike = WorkerFailed(dead, plan.generation, "mismatch", f"its process has died{said}")
+        unlike = WorkerFailed(
+            dead, plan.generation, "mismatch", f"its process has died; it wrote: {said}"
+        )
         if not self.run.logs:
             return [unlike]
         pids = [pid if one == dead else self.worker_group.pid(one) for one in plan.ranks]
@@ -344,13 +348,22 @@ class RayBackend(HostingBackend):
         behind = f"; its script had come to {last}" if last else ""
         return [replace(unlike, error=unlike.error + behind)]
 
-    def _last_words(self, pid: int) -> str:
-        """Of a process, as `; it wrote: ...`; '' = it wrote nothing, or not where this driver can
-        read."""
-        words = last_words(self.run.logs, pid) if self.run.logs and pid else ""
+    def _last_words(self, pid: int) -> LastWords:
+        """Of a process; none where it wrote nothing, or not where this driver can read."""
+        words = last_words(self.run.logs, pid) if self.run.logs and pid else LastWords()
         if not words and self.cluster is not None and pid:
-            words = self.cluster.last_words(pid)
-        return f"; it wrote: {words[-LAST_WORDS:]}" if words else ""
+            words = LastWords.of(self.cluster.errors_of(pid))
+        return words
+
+    def _killed(self, worker: WorkerId, pid: int) -> str:
+        """By which signal, where that is known; Ray does not tell it."""
+        number = self.cluster.killed_by(pid) if self.cluster is not None and pid else 0
+        if not number:
+            return ""
+        ranks = self._plan.ranks if self._plan is not None else ()
+        rank = f" (rank {ranks.index(worker)})" if worker in ranks else ""
+        name = next((f" ({one.name})" for one in signal.Signals if one == number), "")
+        return f"its process{rank} was killed by signal {number}{name}"
 
     def _arrivals(self) -> list[Event]:
         news = self.provider.news(self.survey.alive)

@@ -35,7 +35,9 @@ from elastic.worker.process.environment import die_with_parent, settle
 
 log = logging.getLogger(__name__)
 
-FORKS = "forks"  # in the cluster's folder: a file per client, with the pid of its fork
+# in the cluster's folder: a file per client, with the pid of its fork, and behind the pid of a fork
+# that a signal has ended the signal's number
+FORKS, SIGNAL = "forks", ".signal"
 PRELOADED = ("elastic.worker.session.session", "elastic.worker.program.job_program")
 REQUEST_MOST = 1 << 20
 N_FILES = 3  # standard input, output and error go over
@@ -59,6 +61,20 @@ def forks_of(folder: str, clients: list[int]) -> list[int]:
         with suppress(OSError, ValueError):
             found.append(int(Path(folder, FORKS, str(client)).read_text()))
     return found
+
+
+def is_fork(folder: str, pid: int) -> bool:
+    """Of this server, whose end it has not seen yet."""
+    clients = (file for file in Path(folder, FORKS).glob("*") if file.suffix != SIGNAL)
+    return pid in forks_of(folder, [int(file.name) for file in clients])
+
+
+def killed_by(folder: str, pid: int) -> int:
+    """The number of the signal that has ended the fork; 0 = none has, as far as is known."""
+    try:
+        return int(Path(folder, FORKS, f"{pid}{SIGNAL}").read_text() or 0)
+    except OSError:
+        return 0
 
 
 class _Server:
@@ -106,6 +122,7 @@ class _Server:
         if fork == 0:
             self._become(request, connection)
         _close(request.files)
+        Path(self.folder, FORKS, f"{fork}{SIGNAL}").unlink(missing_ok=True)  # of an older one
         Path(self.folder, FORKS, str(request.pid)).write_text(str(fork))
         self.clients[fork] = (connection, request.pid)
         _say(connection, b"ok")
@@ -119,8 +136,12 @@ class _Server:
             if not fork:
                 return
             connection, client = self.clients.pop(fork)
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                with suppress(OSError):  # a full disk
+                    Path(self.folder, FORKS, f"{fork}{SIGNAL}").write_text(str(-code))
             Path(self.folder, FORKS, str(client)).unlink(missing_ok=True)
-            _say(connection, str(os.waitstatus_to_exitcode(status)).encode())
+            _say(connection, str(code).encode())
             connection.close()
 
     def _become(self, request: ForkRequest, connection: socket.socket) -> None:

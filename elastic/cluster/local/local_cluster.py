@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,7 +42,7 @@ SYSTEM_CONFIG = {
     "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 3,
 }  # fmt: skip
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-LAST_WORDS = 400
+REAPED_MOST_S, REAP_LOOK_S = 0.5, 0.01  # until a process that is gone is known to be
 LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 
 
@@ -163,12 +164,20 @@ class LocalCluster:
         """Every process of the cluster, the keeper first."""
         return [self.pid, *processes.descendants(self.pid)]
 
-    def last_words(self, pid: int) -> str:
-        """The end of what a worker process has written to its standard error, in one line."""
+    def errors_of(self, pid: int) -> str:
+        """What a worker process has written to its standard error, before that was taken over."""
         files = Path(self.folder).glob(f"ray/session_latest/logs/worker-*-{pid}.err")
-        lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-        # ":actor_name:..." is Ray's
-        return " ".join(" ".join(line for line in lines if not line.startswith(":")).split())
+        return "\n".join(file.read_text(errors="replace") for file in files)
+
+    def killed_by(self, pid: int) -> int:
+        """The number of the signal that has ended a worker process; 0 = none, or not known: it was
+        no fork. Ray may tell of its end before who has forked it does."""
+        until_s = time.monotonic() + REAPED_MOST_S
+        while True:
+            awaited = fork_server.is_fork(self.folder, pid) and time.monotonic() < until_s
+            if (number := fork_server.killed_by(self.folder, pid)) or not awaited:
+                return number
+            time.sleep(REAP_LOOK_S)
 
     def close(self) -> None:
         """Ends every process of the cluster and removes its folder."""

@@ -379,9 +379,8 @@ class RankProcess:
         if code == 0:
             return [ScriptEnded(self.me, self.plan.generation)]
         if code == -signal.SIGKILL:
-            return [
-                self._failed("infrastructure", "the process was killed from outside (signal 9)")
-            ]
+            why = f"the process of rank {self.rank} was killed from outside (signal 9)"
+            return [self._failed("infrastructure", why)]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         last = error_part("\n".join(self._tail)).strip().splitlines()[-1:] or ["it wrote nothing"]
         return [self._failed("program", f"rank {self.rank} ({how}): {last[0].strip()}")]

@@ -16,7 +16,9 @@ LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IG
 # transformers.Trainer logs a dict of its losses without the step, and draws its bar anew after it
 HF_LOSS = re.compile(r"^\s*\{.*'loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
 HF_EVAL = re.compile(r"\{.*'eval_loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
-BAR = re.compile(r"\d+%\|.*\|\s*(\d+)/\d+\s*\[")  # of tqdm: steps done, of how many
+BAR = re.compile(r"\d+%\|.*\|\s*(\d+)/(\d+)\s*\[")  # of tqdm: steps done, of how many
+# what moves a terminal's cursor between two bars, and what is put before a line for a person
+CURSOR, OF_RANK = re.compile(r"\x1b\[\d*[A-K]"), re.compile(r"^\[rank \d+\] ?")
 BAR_EVERY_S = 10.0  # a person is shown a bar so often
 LOGGED = "elastic.log "  # what a line of elastic.log begins with
 TRACEBACK = "Traceback (most recent call last):"
@@ -33,11 +35,13 @@ def step_in(line: str) -> tuple[int, float] | None:
 class StepReader:
     """Reads steps out of one group's lines, in their order. `_loss`, `_evaluated`: logged by a
     Trainer of transformers, whose next bar says at which step. `evaluations`: step -> loss of the
-    validation set, until somebody takes them."""
+    validation set, until somebody takes them. `_total`: of the bar of the training; others are
+    drawn too, of an evaluation, of files that are written."""
 
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     _loss: float | None = None
     _evaluated: float | None = None
+    _total: str = ""
     _bar_s: float = -math.inf
     _logged: dict[str, float] = field(default_factory=dict)  # since the step before
 
@@ -55,12 +59,12 @@ class StepReader:
             self._evaluated = float(evaluated[1])
             return None
         bar = BAR.search(line)
-        if bar is not None and self._evaluated is not None:
+        if bar is not None and self._evaluated is not None and self._total in ("", bar[2]):
             self.evaluations.append((int(bar[1]), self._evaluated))
             self._evaluated = None
         if bar is None or self._loss is None:
             return None
-        loss, self._loss = self._loss, None
+        loss, self._loss, self._total = self._loss, None, bar[2]
         return int(bar[1]), loss
 
     def taken(self) -> dict[str, float]:
@@ -79,8 +83,9 @@ class StepReader:
                 if now_s - self._bar_s < BAR_EVERY_S:
                     continue
                 self._bar_s = now_s
-            if line.strip():
-                found.append(line)
+            text = CURSOR.sub("", line)
+            if OF_RANK.sub("", text).strip():
+                found.append(text)
         return found
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -30,7 +31,7 @@ FILES_KEPT, LOGS_BYTES = 256, 2 << 30
 PRUNED, PRUNE_EVERY_S = ".pruned", 3600.0
 CALLS = ".calls"  # how the name of a file ends that has what a script calls
 TELL_BYTES = 64 << 10  # told at once; of more only the newest part
-WORDS_BYTES = 4000  # of which the last words are taken
+LAST_LINES, WORDS_MOST = 3, 400  # of a process that is gone: how many are told, characters of all
 CRASH_BYTES = 64 << 10  # in which a crash is looked for
 # what C++ threw (as Ray writes it, with the stack behind it), or what Python's fault handler wrote,
 # with the innermost frames of the thread at fault
@@ -125,18 +126,41 @@ def calls_file(folder: Path, pid: int) -> Path:
     return folder / f"{pid}{CALLS}"
 
 
-def last_words(folder: str, pid: int) -> str:
-    """What a process has died of, by its own words, or else the end of what it has printed, in one
-    line; '' = nothing, or its file is not here."""
+@dataclass(frozen=True)
+class LastWords:
+    """Of a process that is gone. `crash`: what it has died of, by its own words; '' = it had none.
+    `lines`: the last that it printed, whatever they are about."""
+
+    crash: str = ""
+    lines: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> LastWords:
+        if crash := CRASH.search(text):
+            return cls(crash=" ".join((crash[1] or crash[2]).split()))
+        # of a bar its last state; ":actor_name:..." is Ray's
+        states = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+        lines = [" ".join(one.split()) for one in states if not one.startswith((LOG_MARK, ":"))]
+        return cls(lines=tuple(line for line in lines if line)[-LAST_LINES:])
+
+    def __bool__(self) -> bool:
+        return bool(self.crash or self.lines)
+
+    def __str__(self) -> str:
+        """To stand behind what is known of its end."""
+        if self.crash:
+            return f"; it wrote: {self.crash[-WORDS_MOST:]}"
+        lines = " | ".join(self.lines)[-WORDS_MOST:]
+        return f'; its last lines: "{lines}"' if lines else ""
+
+
+def last_words(folder: str, pid: int) -> LastWords:
+    """Of a process whose file is here."""
     for file in Path(folder).glob(f"*-{pid}.log"):
         with file.open("rb") as log:
             log.seek(max(0, file.stat().st_size - CRASH_BYTES))
-            text = log.read().decode(errors="replace")
-        if crash := CRASH.search(text):
-            return " ".join((crash[1] or crash[2]).split())
-        lines = text[-WORDS_BYTES:].splitlines()
-        return " ".join(" ".join(line for line in lines if not line.startswith(LOG_MARK)).split())
-    return ""
+            return LastWords.of(log.read().decode(errors="replace"))
+    return LastWords()
 
 
 def _say(text: str) -> None:

@@ -45,6 +45,7 @@ PASSPORT_MOST_S = 10.0
 STARTERS = 8  # actors that are made at once
 STARTERS_MOST_S = 90.0  # for those that are being made, at the end
 TEXT_MOST = 400
+EXIT_DETAIL = "Worker exit detail: "  # behind it Ray says what it knows of a process that is gone
 # orders of more workers, which grow with their number, go over the object store: once to each node
 SENT_EACH_MOST = 64
 
@@ -453,4 +454,5 @@ def _short(error: BaseException) -> str:
     text = lines[0] if lines else type(error).__name__
     if len(lines) > 1 and isinstance(error, RayTaskError | RayActorError):
         text = f"{text} {lines[-1]}" if "Traceback" not in lines[-1] else text
-    return text.partition(" Some common causes")[0][:TEXT_MOST]
+    text = text.partition(" Some common causes")[0]
+    return (text.partition(EXIT_DETAIL)[2] or text)[:TEXT_MOST]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean, median
 
 from elastic.observe.accounting.model_flops import mfu
@@ -17,6 +18,7 @@ from elastic.observe.diagnosis.verdicts import WORTH, Bound, RunVerdict, of_time
 from elastic.text import size
 from elastic.types import Job, Plan, WorkerId
 from elastic.types.grid import stages_and_shares
+from elastic.types.typed_job import IN_JOB
 
 COMPUTES = ("products", "attention", "recomputed")
 MOVES = ("moved", "optimizer", "accumulate", "offload")
@@ -24,9 +26,9 @@ MOVES = ("moved", "optimizer", "accumulate", "offload")
 SENDS = {
     "fsdp": ("dp_shard", "zero_stage: 2, or layout: auto, in job.yaml (docs/layouts.md)"),
     "replicas": ("dp_replicate", "a larger global_batch in job.yaml: gradients are summed less"),
-    "tp": ("tp", "a smaller tp in `layout` of job.yaml, or layout: auto"),
-    "cp": ("cp", "a smaller cp in `layout` of job.yaml, or layout: auto"),
-    "ep": ("ep", "a smaller ep in `layout` of job.yaml"),
+    "tp": ("tp", "a smaller tp in `layout`, or layout: auto, in job.yaml"),
+    "cp": ("cp", "a smaller cp in `layout`, or layout: auto, in job.yaml"),
+    "ep": ("ep", "a smaller ep in `layout`, in job.yaml"),
     "pp": ("pp", "a larger microbatch_size, or fewer stages in `layout`, in job.yaml"),
     "commit": ("all axes", "a larger global_batch in job.yaml: the steps are very short"),
     "jitter": ("all axes", "elastic status RUN: the nodes that others wait for"),
@@ -49,7 +51,11 @@ def verdicts(seen: Evidence) -> tuple[RunVerdict, ...]:
         found += [v for v in _waiting(seen, facts) if v.share >= WORTH]
     found += _hot(seen, facts)
     ordered = sorted(found, key=lambda verdict: -verdict.share)
-    return (*ordered, *(_busy(seen, facts) if facts is not None and facts.step_s > 0 else ()))
+    busy = _busy(seen, facts) if facts is not None and facts.step_s > 0 else ()
+    place = seen.state.job.keys_in
+    return tuple(
+        replace(one, advice=one.advice.replace(IN_JOB, place)) for one in (*ordered, *busy)
+    )
 
 
 def loads(facts: GenerationFacts) -> list[float]:

@@ -125,7 +125,8 @@ def _changes(seen: Evidence) -> RunVerdict:
     names = ("reshard", "wasted_progress")
     changes = [one for one in seen.account.transitions if one.cause != "start"]
     if seen.state.job.restarted:
-        return _restarts(seen, len(changes))
+        anew = sum(not one.at_step and one.steps_lost > 0 for one in changes)
+        return _restarts(seen, len(changes), anew)
     lost, again = sum(one.cause == "loss" for one in changes), sum(t.steps_lost for t in changes)
     number = (
         f"{n_of(len(changes), 'change')} of the layout ({lost} after a loss without notice) took "
@@ -143,15 +144,18 @@ def _changes(seen: Evidence) -> RunVerdict:
     return RunVerdict("changes of capacity", seen.share(*names), seen.usd(*names), number, advice)
 
 
-def _restarts(seen: Evidence, n_changes: int) -> RunVerdict:
+def _restarts(seen: Evidence, n_changes: int, n_anew: int) -> RunVerdict:
     """Of a script that each change starts anew: keys about replicas and checkpoints are not its
-    own."""
+    own. `n_anew`: changes after which it began at its first step again."""
     names = ("reshard", "checkpoint_restore", "wasted_progress")
     number = (
         f"{n_of(n_changes, 'restart')} of the script took {percent(seen.share(*names[:2]))} of the "
         f"run, steps trained again {percent(seen.share(names[2]))}"
     )
     advice = "elastic.loop around its loop: then it is changed live, not restarted (docs/loop.md)"
+    if n_anew:
+        number += f"; {n_anew} of them began at step 0 again"
+        advice = f"resume from its newest checkpoint, as docs/script.md shows; or {advice}"
     return RunVerdict("changes of capacity", seen.share(*names), seen.usd(*names), number, advice)
 
 

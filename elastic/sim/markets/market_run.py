@@ -39,7 +39,9 @@ GIVEN_UP_TIMES = 40.0  # the time without faults, after which a run without a de
 @dataclass(frozen=True)
 class RunSubject:
     """What is simulated. `step_s`: of a plan. `ideal_s`: of the whole job on all that its pools may
-    have at once. `batch_s`: of training that is looked at as one event."""
+    have at once; `efficient_s`: there too, were all nodes as efficient as those of the number that
+    gets most out of each (None = they are), so that nobody can pay less. `batch_s`: of training
+    that is looked at as one event."""
 
     name: str
     job: Job
@@ -51,6 +53,7 @@ class RunSubject:
     hardware: tuple[HardwareProfile, ...] = ()
     batch_s: float = 60.0
     phase_samples: tuple[SampleProfile | None, ...] = ()  # as NodePrepared tells them
+    efficient_s: float | None = None
 
     @property
     def given_up_s(self) -> float:

@@ -57,6 +57,12 @@ class Study:
         return n if bound is None else min(n, bound)
 
     @property
+    def least_node_s(self) -> float:
+        """Of one node, for the whole job: by as many as each does most on."""
+        efficient_s, ideal_s = self.subject.efficient_s, self.subject.ideal_s
+        return self.n_nodes * (ideal_s if efficient_s is None else min(efficient_s, ideal_s))
+
+    @property
     def deadline_s(self) -> float:
         hours = self.subject.job.deadline_h
         return 3600 * hours if hours else self.subject.given_up_s
@@ -232,7 +238,8 @@ def from_start(study: Study, seed: int) -> StartResult:
     trials: dict[str, PolicyTrial] = {}
     for name in study.policies:
         if name == BOUND:
-            usd = least_usd(world) if world.n_nodes <= BOUND_NODES else float("nan")
+            most = replace(world, work_node_s=study.least_node_s)
+            usd = least_usd(most) if world.n_nodes <= BOUND_NODES else float("nan")
             trials[name] = PolicyTrial(usd, world.deadline_s, usd < float("inf"), 1.0)
         elif name in BASELINES:
             trials[name] = _baseline(priced, name)

@@ -333,11 +333,15 @@ def check_same(
     file = Path(start.job.get("script") or "program.py").name
     changed = differences(was, now, file=file)
     if changed and not allow_changed:
-        raise SpecError(
-            f"run '{start.run}' was started with other values: {changed}; change them back, start "
-            "another run with --run-name, or continue with --allow-changed (of an ElasticTrainer: "
-            "RunConfig(name=...), allow_changed=True)"
-        )
+        raise other_values(start.run, changed)
+
+
+def other_values(run: str, changed: str) -> SpecError:
+    return SpecError(
+        f"run '{run}' was started with other values: {changed}; change them back, start another "
+        "run with --run-name, or continue with --allow-changed (of an ElasticTrainer: "
+        "RunConfig(name=...), allow_changed=True)"
+    )
 
 
 def check_not_failed(run: str, fatal: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from elastic.api.running import start_checks
 from elastic.config.fingerprint import fingerprint
-from elastic.config.job import drill_entry
+from elastic.config.job import drill_entry, job_of
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line, read
 from elastic.observe import terminal
@@ -25,6 +25,29 @@ from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import DriverStarted, Job, ModelProfile, Pool, TensorSpec, parse_layout
 from elastic.worker.hosting import resume_checks
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "place"),
+    [
+        ("my_job/job.yaml", "", "in job.yaml"),
+        ("--set", "with elastic.loop() as run: pass", "in elastic.loop(...)"),
+        ("--set", "t = elastic.prepare_trainer(t)", "in elastic.prepare_trainer(...)"),
+        ("--set", "", "by --set"),
+        (
+            "ElasticTrainer(job=...)",
+            "with elastic.loop() as run: pass",
+            "in ElasticTrainer(job=...",
+        ),
+        ("job", "", "in job={...}"),
+    ],
+)
+def test_where_a_run_is_given_its_keys(tmp_path: Path, where: str, text: str, place: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    keys = {"steps": 2, "global_batch": 4, "script": str(script)}
+    found = start_checks.keys_in(job_of(keys, script, where), restarted=not text)
+    assert found.startswith(place)
 
 
 @pytest.mark.parametrize(

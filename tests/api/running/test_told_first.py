@@ -1,5 +1,6 @@
 """What is told before anything of the user's is read: a metrics port that is taken, a key that does
-not exist, a cluster file that is wrong."""
+not exist or a value that it cannot have, a cluster file that is wrong, a layout that no pool fits, a
+storage that cannot be written."""
 
 from __future__ import annotations
 
@@ -10,8 +11,15 @@ from pathlib import Path
 import pytest
 
 import elastic
+from elastic.api import trainer
+from elastic.api.running import program_file, start_checks
 from elastic.api.running.entry import run_script
+from elastic.config.fingerprint import KEY
 from elastic.errors import SpecError
+from elastic.ledger.journal import Line
+from elastic.program import load_program
+from elastic.types import DriverStarted, ModelProfile
+from elastic.worker.hosting import resume_checks
 
 RAISES = "raise RuntimeError('it was read')\n"
 LOOP = f"import elastic\n{RAISES}with elastic.loop() as run:\n    pass\n"
@@ -76,3 +84,126 @@ def test_a_wrong_port_of_the_keys_is_told_with_the_other_keys(folder: Path) -> N
     with pytest.raises(SpecError) as caught:
         elastic.run(folder, options=elastic.Options(metrics_port="ninety"))
     assert str(caught.value).startswith("--metrics-port: must be a port")
+
+
+IMPOSSIBLE = {
+    "steps=many": r"--set: key 'steps'.*it is 'many'",
+    "global_batch=0": r"--set: key 'global_batch'",
+    "layout=dp_shard=": r"--set: .*dp_shard",
+    "layout=dp_shard=64": r"train: layout 'dp_shard=64' needs 64 workers; the pools give at most 6",
+    "min_workers=7": r"train: min_workers=7; the pools give at most 6",
+    "pools=[{name: a, min_nodes: 3, max_nodes: 2}]": r"--set: .*min_nodes=3 is more than",
+    "storage=/proc/elastic": r"storage /proc/elastic.* cannot be written",
+}
+
+
+@pytest.mark.parametrize("key", IMPOSSIBLE)
+def test_what_cannot_be_is_told_before_a_script_is_run(folder: Path, key: str) -> None:
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    with pytest.raises(SpecError, match=IMPOSSIBLE[key]):
+        run_script(script, options=elastic.Options(overrides=(key,), run_name="a"))
+
+
+def test_what_goes_with_other_keys_waits_for_those_of_the_script(folder: Path) -> None:
+    """A script may say by what it becomes right: more pools, the steps of its phases, samples."""
+    script = folder / "train.py"
+    script.write_text(LOOP.replace("loop()", "loop(pools=[dict(name='a', max_nodes=64)])"))
+    at = f"storage={folder / 'runs'}"
+    for key in ("layout=dp_shard=64", "purpose=deadline", "phases=[{at_step: 5, seq: 3}]"):
+        with pytest.raises(SpecError, match="it was read"):
+            run_script(script, options=elastic.Options(overrides=(key, at)))
+
+
+def test_a_drill_that_no_pool_can_have_is_told_before_a_script_is_run(folder: Path) -> None:
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    with pytest.raises(SpecError, match="there is never a node 'spot-9'"):
+        run_script(script, options=elastic.Options(drill="kill spot-9 at 40"))
+
+
+@pytest.mark.parametrize("way", ["a file in the way", "its own name is a file", "no such place"])
+def test_a_storage_that_cannot_be_written_is_told_before_the_program(
+    folder: Path, way: str
+) -> None:
+    (folder / "program.py").write_text(RAISES)
+    at, name = folder / "runs", "mine"
+    if way == "a file in the way":
+        at.write_text("")
+    elif way == "its own name is a file":
+        at.mkdir()
+        (at / name).write_text("")
+    else:
+        at = Path("/proc/elastic")
+    options = elastic.Options(overrides=(f"storage={at}",), run_name=name)
+    with pytest.raises(SpecError, match=f"storage {at}/{name} cannot be written") as caught:
+        elastic.run(folder, options=options)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    with pytest.raises(SpecError, match=f"storage {at}/{name} cannot be written"):
+        run_script(script, options=options)
+
+
+def test_a_storage_that_the_script_may_name_waits_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").write_text("")
+    monkeypatch.setenv("ELASTIC_STORAGE", str(folder / "file"))
+    script = folder / "train.py"
+    for text, said in ((LOOP, "cannot be written"), (f"storage = 'runs'\n{LOOP}", "cannot be")):
+        script.write_text(text)
+        with pytest.raises(SpecError, match=said):
+            run_script(script)
+    script.write_text(LOOP.replace("loop()", "loop(storage='runs')"))
+    with pytest.raises(SpecError, match="it was read"):
+        run_script(script)
+
+
+def test_keys_in_python_are_told_before_the_file_is_imported_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(program_file, "file_of", read.append)
+    monkeypatch.setattr(trainer, "file_of", read.append)
+    program = load_program(folder / "program.py")
+    for keys, said in (
+        ({"steps": 0, "global_batch": 4}, "key 'steps'"),
+        ({"steps": 9, "global_batch": 4, "storage": "/proc/elastic"}, "cannot be written"),
+        ({"steps": 9, "global_batch": 4, "layout": "dp_shard=64"}, "needs 64 workers"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            elastic.run(program, keys)
+    with pytest.raises(SpecError, match=r"ElasticTrainer\(job=\.\.\.\): key 'steps'"):
+        elastic.ElasticTrainer(program, job={"steps": 0})
+    assert not read
+
+
+def test_other_arguments_of_a_run_that_is_there_are_told_before_its_script_is_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its newest driver had them, where the newest checkpoint is of an older one."""
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    stored, drivers = {"args": ["--steps", "60"]}, [{"args": ["--steps", "60"]}]
+
+    def found(storage: object) -> resume_checks.FoundCopies:
+        return resume_checks.FoundCopies((), {KEY: stored}, ())
+
+    def lines(place: object) -> list[Line]:
+        started = [DriverStarted("a", 1, {KEY: had}, (), ModelProfile(0, 0, ())) for had in drivers]
+        return [Line(float(n), n, ((0.0, event),)) for n, event in enumerate(started)]
+
+    monkeypatch.setattr(start_checks, "found_copies", found)
+    monkeypatch.setattr(start_checks.RunFolder, "lines", lines)
+    options = elastic.Options(run_name="a")
+    with pytest.raises(SpecError, match=r"'a' was started with other values: args \(.*'60'.*'90'"):
+        run_script(script, ["--steps", "90"], options=options)
+    for same in (["--steps", "60"], ["--steps", "90"]):
+        drivers[-1] = {"args": same}
+        with pytest.raises(SpecError, match="it was read"):
+            run_script(script, same, options=options)
+    drivers[-1] = stored
+    with pytest.raises(SpecError, match="it was read"):
+        changed = elastic.Options(run_name="a", allow_changed=True)
+        run_script(script, ["--steps", "90"], options=changed)

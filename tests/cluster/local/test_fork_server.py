@@ -100,6 +100,20 @@ def test_a_client_ends_as_its_fork_does(
     assert ("ValueError: on purpose" in err) == (word == "raise")
 
 
+def test_the_signal_that_ended_a_fork_is_known(server: Any, tmp_path: Path) -> None:
+    one = client(server, tmp_path, "0", "sleep")
+    assert one.stdout is not None
+    fork = json.loads(one.stdout.readline())["pid"]
+    at = str(server.folder)
+    until(lambda: fork_server.is_fork(at, fork), "the fork in the server's list")
+    assert not fork_server.killed_by(at, fork)
+    os.kill(fork, signal.SIGKILL)
+    one.communicate(timeout=WITHIN_S)
+    assert one.returncode == -signal.SIGKILL
+    assert not fork_server.is_fork(at, fork)
+    assert fork_server.killed_by(at, fork) == signal.SIGKILL
+
+
 def test_a_client_that_is_killed_takes_its_fork_along_and_no_other(
     server: Any, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import runpy
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -418,6 +419,42 @@ def test_a_stopped_run_says_how_to_resume_it(
     assert find_runs.again(words[0], "r") == line
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
     assert find_runs.python_words() == ()
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (0, None)],
+)
+def test_who_was_told_to_end_does_not_go_on_behind_fit(
+    tiny: Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    raised: type[BaseException] | None,
+) -> None:
+    """After the lines that say how to resume; what `elastic stop` has stopped returns."""
+    from elastic.api import trainer
+    from elastic.api.running.run import Result
+
+    def stopped(spec: Any, options: Any) -> Result:
+        why = {"reason": "it was asked to"}
+        return Result(options.run_name, "stopped", why, tmp_path, signal=number)
+
+    monkeypatch.setattr(trainer, "run_job", stopped)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "fit.py", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "fit.py"])
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "journal.jsonl").write_text("")
+    run = Run(name="r", storage_path=str(tmp_path))
+    made = elastic.ElasticTrainer(tiny, job={"steps": 2, "global_batch": 4}, run_config=run)
+    if raised is None:
+        assert made.fit().metrics["reason"] == "it was asked to"
+    else:
+        with pytest.raises(raised) as caught:
+            made.fit()
+        assert not number or getattr(caught.value, "code", None) in (None, 128 + number)
+    assert "elastic: to resume it: python fit.py" in capsys.readouterr().err
 
 
 def test_what_train_loop_is_given() -> None:

@@ -54,10 +54,35 @@ def test_what_a_trainer_of_transformers_logs_are_steps() -> None:
     assert reader.evaluations == [(60, 3.5)], "at the step of the bar behind it"
 
 
+def test_an_evaluation_is_of_no_step_that_another_bar_shows() -> None:
+    """What the script evaluates behind its training is printed before a bar of something else."""
+    reader = StepReader()
+    for line in (*HF, "{'eval_loss': 3.4, 'eval_runtime': 1.2, 'epoch': 3.75}"):
+        reader.read(line)
+    reader.read("Writing model shards:   0%|          | 0/1 [00:00<?, ?it/s]")
+    assert reader.evaluations == [(60, 3.5)]
+    first = StepReader()
+    first.read("{'eval_loss': 4.4, 'eval_runtime': 1.2, 'epoch': 0}")
+    first.read("  0%|          | 0/60 [00:00<?, ?it/s]")
+    assert first.evaluations == [(0, 4.4)], "before any training"
+
+
 def test_a_person_is_shown_a_bar_now_and_then() -> None:
     shown = StepReader().shown
     assert [line[:4] for line in shown(HF, 0.0)] == [" 78%", "{'lo", "{'ev", "{'lo", "{'tr"]
     assert not shown(HF[4:6], BAR_EVERY_S - 1)
+
+
+def test_a_person_is_shown_nothing_of_what_wipes_a_bar_out() -> None:
+    """The lines come with the rank before them."""
+    shown = StepReader().shown
+    wiped = [
+        "[rank 0] ",
+        "[rank 0]",
+        "[rank 0]          \x1b[A",
+        "[rank 0] \x1b[A{'eval_loss': 3.5}",
+    ]
+    assert shown(wiped, 0.0) == ["[rank 0] {'eval_loss': 3.5}"]
 
 
 def test_the_error_is_that_of_the_last_traceback_whatever_was_printed_after_it() -> None:

@@ -73,8 +73,11 @@ def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
     assert {path.name for path in file.parent.glob("*.log*")} == {file.name, old.name}
     assert "line 199 of many" in file.read_text() and "line 199" not in old.read_text()
     assert file.stat().st_size < 3500 and old.stat().st_size < 3500
-    assert output.last_words(str(file.parent), pid).endswith("line 199 of many the last words")
-    assert output.last_words(str(file.parent), 1) == ""
+    assert output.last_words(str(file.parent), pid).lines[-2:] == (
+        "line 199 of many",
+        "the last words",
+    )
+    assert not output.last_words(str(file.parent), 1)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,21 @@ def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
 def test_what_a_process_has_died_of(tmp_path: Path, wrote: str, died_of: str) -> None:
     """Not the list of modules that stands behind it."""
     (tmp_path / "n-0-7.log").write_text(f"step 1\n{wrote}\n\nExtension modules: numpy._core\n")
-    assert output.last_words(str(tmp_path), 7) == died_of
+    words = output.last_words(str(tmp_path), 7)
+    assert (words.crash, words.lines) == (died_of, ())
+    assert str(words) == f"; it wrote: {died_of}"
+
+
+def test_lines_that_tell_of_no_crash_are_no_cause(tmp_path: Path) -> None:
+    """A process that is killed says nothing of it: what stands last in its file is its last lines,
+    few of them, of a bar the last state."""
+    (tmp_path / "n-0-7.log").write_text(
+        f"note 1\nnote 2\nnote 3\n{output.LOG_MARK}generation 2\n\n10%|#\r20%|##\nstep 4: loss 2"
+    )
+    words = output.last_words(str(tmp_path), 7)
+    assert words == output.LastWords("", ("note 3", "20%|##", "step 4: loss 2"))
+    assert str(words) == '; its last lines: "note 3 | 20%|## | step 4: loss 2"'
+    assert str(output.LastWords()) == ""
 
 
 def test_the_oldest_files_go(tmp_path: Path) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayError,
+)
 
 from elastic.cluster.workers import worker_group as worker_group_module
 from elastic.cluster.workers.worker_actor import WorkerInfo, WorkerSetup
@@ -55,6 +61,22 @@ def test_a_dead_node_is_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch) -
         and broken.kind == "process"
         and "the node of the actor died" in broken.error
     )
+
+
+def test_of_a_process_that_is_gone_ray_is_quoted_without_what_it_says_of_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    detail = "Worker unexpectedly exits with a connection error code 2. End of file."
+    died = ActorDiedError()
+    died.error_msg = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: Worker\nThe actor "
+        "is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit "
+        f"detail: {detail} Some common causes include: (1) ..."
+    )
+    worker_group = worker_group_whose_poll_raises(died, monkeypatch)
+    (broken,) = worker_group.collect(0.0)
+    assert isinstance(broken, BrokenWorker)
+    assert broken.error == f"its process is gone: {detail}"
 
 
 def test_a_connection_that_may_come_back_says_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,14 @@ def test_what_a_restarted_script_reads_again_is_its_restarts() -> None:
     assert "storage" not in verdicts_of
     one = verdicts_of["changes of capacity"]
     assert "restarts of the script took" in one.number and "elastic.loop" in one.advice
+    assert "at step 0 again" not in one.number and "docs/script.md" not in one.advice
+    start = account.transitions[0]
+    anew = replace(start, cause="loss", steps_lost=60)
+    account = replace(account, transitions=(start, anew, replace(anew, at_step=40)))
+    verdicts_of = {one.bound: one for one in diagnosed(replace(evidence, account=account))}
+    one = verdicts_of["changes of capacity"]
+    assert one.number.endswith("; 1 of them began at step 0 again")
+    assert one.advice.startswith("resume from its newest checkpoint, as docs/script.md shows; or ")
 
 
 def test_a_run_without_a_fault_is_bound_by_computation_alone() -> None:
@@ -174,6 +182,17 @@ def test_advice_follows_the_job() -> None:
     assert "data.cache" in found(loading.with_(job=many))["data"].advice
     assert "bfloat16" in found(QUIET.with_(job=(("precision", "float32"),)))["compute"].advice
     assert "compile: true" in found(QUIET.with_(job=(("compile", False),)))["compute"].advice
+
+
+@pytest.mark.parametrize("place", ["in elastic.loop(...)", "in ElasticTrainer(job=...)"])
+def test_advice_names_the_place_in_which_the_run_was_given_its_keys(place: str) -> None:
+    loading, plain = CASES["data"][0], CASES["imbalance"][0]
+    mine = (("keys_in", place),)
+    assert found(loading.with_(job=mine))["data"].advice == f"data.loader_workers: 2 {place}"
+    assert found(loading)["data"].advice == "data.loader_workers: 2 in job.yaml"
+    given = (("rebalance", False), *mine)
+    assert f"rebalance: true {place}" in found(plain.with_(job=given))["imbalance"].advice
+    assert not any("job.yaml" in one.advice for one in found(loading.with_(job=mine)).values())
 
 
 # ------------------------------------------------------------------------- with a cost model
