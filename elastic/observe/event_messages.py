@@ -86,6 +86,8 @@ def of(event: Event, view: NamedThings) -> str | None:
                 f"storage has not answered for {max(0.0, view.at_s - event.since_s):.0f} s "
                 f"({event.what}): training continues"
             )
+        case types.NodesMute():
+            return _mute(event, max(0.0, view.at_s - event.since_s))
         case types.PlansFound(plans):
             numbers = ", ".join(str(plan.generation) for plan in plans)
             return (
@@ -104,6 +106,15 @@ def _started(event: types.DriverStarted) -> str:
     )
     cut = f"; {event.cut}" if event.cut else ""
     return f"{again} (run {event.run}, epoch {event.epoch}){found}{cut}"
+
+
+def _mute(event: types.NodesMute, lasts_s: float) -> str:
+    if event.over:
+        return f"{event.over}: no other host had answered the driver's for {duration(lasts_s)}"
+    return (
+        f"none of the {event.hosts} other hosts has answered for {lasts_s:.0f} s: the driver's own "
+        "is cut off, no node counts as lost for that"
+    )
 
 
 def of_model(model: types.ModelProfile) -> list[str]:

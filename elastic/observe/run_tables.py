@@ -152,6 +152,9 @@ def standing(view: View) -> Iterator[tuple[str, str]]:
     yield "checkpoint", _durable(view)
     if away := _away(view):
         yield "storage", away
+    if view.cut_off and not view.ended:
+        since_s = view.at_s - view.cut_off.since_s
+        yield "network", f"no other host answers the driver's since {duration(since_s)}"
     for name, why in view.unusable.items():
         yield f"no {name}", why
     for text in view.state.model.notes if view.state.model else ():
@@ -233,7 +236,8 @@ def nodes(view: View) -> list[str]:
 
 def status_plain(view: View, holder: str = "", *, goodput: float | None = None) -> dict[str, Any]:
     """The same as data."""
-    away, speeds = view.state.away, view.node_speeds.by_node(view.nodes)
+    away, cut = view.state.away, view.cut_off
+    speeds = view.node_speeds.by_node(view.nodes)
     return {
         "run": view.state.run,
         "phase": phase(view, bool(holder)),
@@ -248,6 +252,7 @@ def status_plain(view: View, holder: str = "", *, goodput: float | None = None) 
         "copies_failed": view.copies_failed,
         "copies_skipped": view.copies_skipped,
         "storage_away_s": round(view.at_s - away.since_s, 1) if away else None,
+        "driver_cut_off_s": round(view.at_s - cut.since_s, 1) if cut else None,
         "launch_to_first_step_s_by_pool": view.launches.medians(),
         "eta_s": None if view.ended else view.eta_s(),
         "tokens_per_s": view.tokens_per_s(),

@@ -26,6 +26,7 @@ from elastic.types import (
     Node,
     NodeLost,
     NodeReady,
+    NodesMute,
     NoiseSeen,
     Plan,
     PlanEntered,
@@ -89,6 +90,7 @@ class View:
     # generation -> steps done before that do not count any more
     lost: dict[int, int] = field(default_factory=dict)
     reason: str = ""
+    cut_off: NodesMute | None = None  # the driver's host is, from all others
     node_speeds: NodeSpeeds = field(default_factory=NodeSpeeds)
     loads: NodeLoads = field(default_factory=NodeLoads)
     launches: Launches = field(default_factory=Launches)
@@ -314,8 +316,12 @@ class View:
                 for action in decision.actions:
                     if isinstance(action, EnterPlan):
                         self.orders[action.plan.generation] = decision.reason
-            case DriverStarted(attached=False):
-                self.nodes, self.plan = {}, None
+            case DriverStarted():
+                self.cut_off = None
+                if not event.attached:
+                    self.nodes, self.plan = {}, None
+            case NodesMute():
+                self.cut_off = None if event.over else event
             case NodeReady(node):
                 self.released.discard(node.node_id)
             case NodeLost(node_id, cause="released"):

@@ -52,6 +52,7 @@ STYLES = {
     "WrongNumbers": "bold red",
     "DeviceNoted": "yellow",
     "PinningFailed": "yellow",
+    "NodesMute": "yellow",
     "RequestFailed": "yellow",
     "CopyFailed": "red",
     "CopySkipped": "yellow",

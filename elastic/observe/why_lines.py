@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "decision": ("Decision",),
     "trouble": (
         "GuardTripped", "WrongNumbers", "DigestChecked", "DeviceNoted", "PinningFailed",
-        "StorageSeen", "WorkerFailed", "Silent", "PlanFailed",
+        "StorageSeen", "NodesMute", "WorkerFailed", "Silent", "PlanFailed",
     ),
     "driver": ("DriverStarted",),
     "stop": ("StopAsked",),
@@ -40,7 +40,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 # of what changed the run: these are folded wherever they repeat, the others where there are many
 REPEATED = {
     "RequestFailed": "capacity", "NodeRefused": "refused", "CopyFailed": "copy",
-    "StorageSeen": "storage", "WorkerFailed": "failed", "NodeWarned": "warned",
+    "StorageSeen": "storage", "NodesMute": "network", "WorkerFailed": "failed",
+    "NodeWarned": "warned",
 }  # fmt: skip
 RARE = {
     "DriverStarted": "driver", "Notice": "notice", "NoticeWithdrawn": "withdrawn",

@@ -110,6 +110,11 @@ class LayoutSearch:
     _pending: list[tuple[tuple[float, int], int, Candidate]] = field(default_factory=list)
     _worst: float = INF  # value of the last of the best
     _checked: set[tuple[int, ...]] = field(default_factory=set)  # axes that can be had
+    # of them, tp and cp, and stages: what is asked of one is asked whatever the others are
+    _inner: set[tuple[int, int]] = field(default_factory=set)
+    _stages: set[int] = field(default_factory=set)
+    # data-parallel ranks among which a step cannot be cut into microbatches of that size, and why
+    _unfed: dict[tuple[int, int], str] = field(default_factory=dict)
     _rooms: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes for torch
 
     def __post_init__(self) -> None:
@@ -228,18 +233,18 @@ class LayoutSearch:
             self._reject(shape, explain.leaves_node(shape, there.sizes[-1]))
             return False
         eps = self._eps(space, shape)
-        if self.known and self._bound_s(there, replace(shape, ep=eps[-1])) > self.limit_s(there):
+        limit_s = self.limit_s(there) if self.known else INF
+        if limit_s < INF and self._bound_s(there, replace(shape, ep=eps[-1])) > limit_s:
             self._reject(shape, "its computation alone takes longer than the offers shown")
             return True
+        why = self._unfed.get((shape.dp, shape.microbatch_size)) if space.one_size else None
+        if why and self._can_have(shape):
+            self._reject(space.leanest(shape), why)
+            return False
         found = False
         for kind in space.kinds(shape):
-            leanest = replace(
-                kind,
-                activation_checkpointing=space.modes()[-1],
-                microbatch_size=space.sizes(kind)[-1],
-            )
-            if self._fitting(there, leanest) is None:
-                if kind == shape and "schedule" not in space.pins:
+            if self._fitting(there, space.leanest(kind)) is None:
+                if (kind is shape or kind == shape) and "schedule" not in space.pins:
                     break  # the other kinds ask for more
                 continue
             for ep in self._eps(space, kind):
@@ -373,8 +378,21 @@ class LayoutSearch:
         if axes not in self._checked:
             check_axes(self.model, self.job, layout)
             self._checked.add(axes)
+            if layout.ep == 1:
+                self._inner.add((layout.tp, layout.cp))
+                self._stages.add(layout.n_stages)
         unit = self.model.together
-        return share_out(self.job, layout, per_node=there.per_node, together=unit)
+        try:
+            return share_out(self.job, layout, per_node=there.per_node, together=unit)
+        except InfeasiblePlan as error:
+            if layout.n_stages == layout.pp:
+                self._unfed[layout.dp, layout.microbatch_size] = str(error)
+            raise
+
+    def _can_have(self, shape: Layout) -> bool:
+        """Is it known that model and job can have its axes, as a layout of so many data-parallel
+        ranks has been looked at?"""
+        return (shape.tp, shape.cp) in self._inner and shape.pp in self._stages
 
     def _computed_s(self, there: NodeSet, layout: Layout, step: Step) -> float:
         """Of a step the blocks' computation, perfectly shared out, recomputation counted."""

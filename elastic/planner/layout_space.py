@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from operator import attrgetter, ne
 from typing import Any
 
@@ -67,6 +68,7 @@ class Space:
         ranks, or than fill a pipeline."""
         found, replicas = [], int(self.pins.get("dp_replicate", 1))
         enough, most_dp = self.n_units, 1 if self.model.no_dp else world
+        only = int(self.pins.get("dp_shard", 0))
         for tp, cp in ((t, c) for t in self.tps() for c in self.cps(t)):
             ranks, odd = divmod(world, tp * cp * replicas)
             for pp in self.pps(world // (tp * cp)) if ranks and not odd else ():
@@ -74,7 +76,7 @@ class Space:
                     continue
                 dp_shard = ranks // pp
                 fed = ranks * replicas <= enough or tp * pp * cp == 1
-                if fed and dp_shard * replicas <= most_dp and self._open("dp_shard", dp_shard):
+                if fed and dp_shard * replicas <= most_dp and only in (0, dp_shard):
                     found.append((tp * pp * cp, tp, pp, cp, dp_shard))
         pinned = Layout(**self.pins)
         for _, tp, pp, cp, dp_shard in sorted(found):
@@ -99,6 +101,13 @@ class Space:
         elif shape.n_stages > shape.pp and "virtual_stages" not in self.pins:
             yield from self._interleaved(shape, first=3)
 
+    def leanest(self, layout: Layout) -> Layout:
+        """With what saves most memory: the fewest kept values, the smallest microbatch."""
+        mode, size = self.modes()[-1], self.sizes(layout)[-1]
+        if layout.activation_checkpointing == mode and layout.microbatch_size == size:
+            return layout
+        return replace(layout, activation_checkpointing=mode, microbatch_size=size)
+
     def modes(self) -> tuple[str, ...]:
         """Of activation checkpointing, those that save least first."""
         if "activation_checkpointing" in self.pins:
@@ -115,6 +124,12 @@ class Space:
         if key not in self._sizes:
             self._sizes[key] = self._halved(layout)
         return self._sizes[key]
+
+    @cached_property
+    def one_size(self) -> bool:
+        """Has each layout the microbatch size that the job says, and ranks that differ by their
+        axes alone?"""
+        return "microbatch_size" in self.pins and not {"schedule", "ep"} & set(self.pins)
 
     @property
     def _unit(self) -> int:

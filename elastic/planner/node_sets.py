@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, repeat
+from itertools import chain, combinations, repeat
 from math import inf
 from statistics import median
 
@@ -22,7 +22,7 @@ from elastic.planner.cost.sites import rate, site_of
 from elastic.planner.cost.step_cost import Site
 from elastic.planner.hetero import rank_placement
 from elastic.planner.hetero.hetero_assign import HeteroAssigner
-from elastic.types import HardwareProfile, Job, Layout, Node, WorkerId
+from elastic.types import HardwareProfile, Job, Layout, Node, WorkerId, worker_ids
 
 MOST_KINDS = 3  # of hardware, of which every combination is looked at
 MOST_DROPPED = 6  # sets without the slowest workers that are looked at
@@ -276,7 +276,9 @@ class NodeSet:
 
     @cached_property
     def place(self) -> rank_placement.PlacementSite:
-        workers = [WorkerId(node.node_id, k) for node in self.nodes for k in range(node.gpus)]
+        names = chain.from_iterable(repeat(node.node_id, node.gpus) for node in self.nodes)
+        places = chain.from_iterable(range(node.gpus) for node in self.nodes)
+        workers = [*worker_ids(names, places)]
         speeds = map(self.every.speed, workers)
         if self.every.measured is None and len(self.kinds) == 1:
             speeds = map(self.every.nominal.__getitem__, repeat(self.slowest, len(workers)))

@@ -593,6 +593,16 @@ class StorageSeen(Event):
 
 
 @dataclass(frozen=True)
+class NodesMute(Event):
+    """None of the `hosts` other hosts has answered since `since_s`: the driver's own is taken for
+    cut off, and none of their nodes for lost. `over`: why that has ended."""
+
+    hosts: int
+    since_s: float
+    over: str = ""
+
+
+@dataclass(frozen=True)
 class PlansFound(Event):
     """An attached driver has learned from the workers which plans they were given last, the newest
     last: the driver before it gave these orders while storage was away, and no line tells of

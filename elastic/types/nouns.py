@@ -162,13 +162,17 @@ class Layout:
         said = vars(self)
         parts = [f"{axis}={said[axis]}" for axis in NAMED_AXES if said[axis] > 1]
         parts = parts or ["dp_shard=1"]
-        parts += [
-            f"{name}={_word(said[name])}" for name, plain in _PLAIN_OPTIONS if said[name] != plain
-        ]
-        return ",".join(parts)
+        return ",".join((*parts, *_said_options(_OPTIONS_OF(self))))
 
 
+_OPTIONS_OF = attrgetter(*LAYOUT_OPTIONS)
 _PLAIN_OPTIONS = tuple((name, getattr(Layout, name)) for name in LAYOUT_OPTIONS)
+
+
+@lru_cache(256)  # thousands of layouts say few different ones
+def _said_options(values: tuple[Any, ...]) -> tuple[str, ...]:
+    of = zip(_PLAIN_OPTIONS, values, strict=True)
+    return tuple(f"{name}={_word(value)}" for (name, plain), value in of if value != plain)
 
 
 def parse_layout(text: str, options: Mapping[str, Any] | None = None) -> Layout:

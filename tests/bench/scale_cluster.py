@@ -262,8 +262,12 @@ class Survey:
     gone: dict[str, str] = {}
     head_lost = ""
     suspects = False
+    liveness_known = True
 
     def __init__(self, *_: Any) -> None: ...
+    def news(self, _: float) -> list[Any]:
+        return []
+
     def suspect(self, _: Any) -> None: ...
     def check(self, _: str) -> str:
         return ""

@@ -16,7 +16,7 @@ from support.places import ROOT
 from support.waiting import until
 
 from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
-from elastic.cluster.nodes.providers import RECONNECT
+from elastic.cluster.nodes.survey import RECONNECT
 from elastic.cluster.ray import processes
 from elastic.errors import LostContact
 from elastic.ledger.journal import read

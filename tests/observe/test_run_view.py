@@ -35,6 +35,7 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    NodesMute,
     PlanEntered,
     RequestFailed,
     RequestNodes,
@@ -60,6 +61,27 @@ def test_view_of_a_whole_run() -> None:
     assert view.plan == PLANS[2]
     assert view.evaluations == {12: {"validation_loss": 4.9}}
     assert not any(view.wanted.values())
+
+
+def test_a_driver_that_is_cut_off_is_told_of_while_it_is() -> None:
+    begun = [*lines()[:-1], Line(99.0, 9, ((99.0, NodesMute(3, 92.0)),))]
+    view = view_of(begun)
+    assert view.notes[-1].text == (
+        "none of the 3 other hosts has answered for 7 s: the driver's own is cut off, no node "
+        "counts as lost for that"
+    )
+    said = ("network", "no other host answers the driver's since 0:07")
+    assert said in [*run_tables.standing(view)]
+    assert run_tables.status_plain(view)["driver_cut_off_s"] == 7.0
+    again = DriverStarted("tiny-1", 2, JOB, POOLS, ModelProfile(4, 1000, ()), attached=True)
+    over = Line(104.0, 9, ((104.0, NodesMute(3, 92.0, "10.0.0.2 answers again")),))
+    for last in (over, Line(104.0, 10, ((104.0, again),))):
+        view = view_of([*begun, last])
+        assert "network" not in dict(run_tables.standing(view))
+        assert run_tables.status_plain(view)["driver_cut_off_s"] is None
+    assert view_of([*begun, over]).notes[-1].text == (
+        "10.0.0.2 answers again: no other host had answered the driver's for 0:12"
+    )
 
 
 def test_a_checkpoint_that_was_skipped_has_not_failed() -> None:

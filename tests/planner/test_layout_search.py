@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner import layout_search
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import USABLE, usable_bytes
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import Cost
-from elastic.planner.layout_choice import plan_layout
+from elastic.planner.layout_choice import plan_layout, ranked_layouts
 from elastic.planner.layout_search import Candidate, Fastest
 from elastic.planner.node_sets import LayoutLimits
+from elastic.planner.step_split import step_of
 from elastic.types import (
     Job,
     Layout,
@@ -230,3 +232,26 @@ def test_the_tie_rule() -> None:
     assert value(replace(plain, microbatch_size=2), 1.0) == value(plain, 1.0)
     less = Layout(dp_shard=7)
     assert value(less, 0.94) < value(plain, 1.0) < value(less, 0.96)
+
+
+def test_what_cannot_be_cut_is_asked_once_for_as_many_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And each layout is refused in the words that it would be refused in by itself."""
+    asked: list[Layout] = []
+
+    def share_out(job: Job, layout: Layout, **how: Any) -> memory.Step:
+        asked.append(layout)
+        return shared(job, layout, **how)
+
+    shared = layout_search.share_out
+    monkeypatch.setattr(layout_search, "share_out", share_out)
+    model, wanted = replace(MODEL, n_blocks=32, tp_limit=8), job(global_batch=1024)
+    wanted = replace(wanted, microbatch_size=1)
+    refused = ranked_layouts(model, wanted, nodes(*[8] * 63)).search.rejected
+    assert len(refused) > 100 and len(asked) < len(refused) / 2
+    for layout, why in refused:
+        with pytest.raises(InfeasiblePlan) as found:
+            step_of(model, wanted, layout, per_node=8)
+        assert str(found.value) == why
+    assert len({layout for layout, _ in refused}) == len(refused)

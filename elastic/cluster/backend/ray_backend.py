@@ -27,7 +27,8 @@ from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.local.local_cluster import LocalCluster
 from elastic.cluster.nodes.autoscaler import provider_for
 from elastic.cluster.nodes.demand import DemandReport, left_paid
-from elastic.cluster.nodes.providers import AWAY_MOST_S, EmbeddedNodes, NodeProvider, Survey
+from elastic.cluster.nodes.providers import EmbeddedNodes, NodeProvider
+from elastic.cluster.nodes.survey import AWAY_MOST_S, Survey
 from elastic.cluster.notices.notice_watchers import drain_in_ray
 from elastic.cluster.workers.admission_links import Entrance
 from elastic.cluster.workers.output import LastWords, calls_file, last_words
@@ -110,7 +111,8 @@ class RayBackend(HostingBackend):
         )
         self._host(self.worker_group, job)
         self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)
-        self.survey = Survey(AWAY_MOST_S if outlives else 0.0)
+        # so long workers wait for a driver that does not speak to them
+        self.survey = Survey(AWAY_MOST_S if outlives else 0.0, job.orphan_lease_s)
         demand = DemandReport(run.namespace, run.epoch, run.pools, job.orphan_lease_s)
         self.provider = (
             EmbeddedNodes(self.cluster, run.pools)
@@ -407,7 +409,9 @@ class RayBackend(HostingBackend):
         return [*failed, NodeLost(node_id, why)]
 
     def _look(self) -> list[Event]:
-        events: list[Event] = list(self.liveness.look(time.monotonic()))
+        known = self.survey.liveness_known
+        events: list[Event] = [*self.survey.news(self.now_s())]
+        events += self.liveness.look(time.monotonic()) if known else ()
         self._suspect(worker.node_id for worker in self.liveness.late())
         orders = self.inbox.take()
         now_s = self.now_s()
@@ -416,7 +420,7 @@ class RayBackend(HostingBackend):
         events += orders.profiles
         if orders.stop is not None:
             events.append(StopAsked(orders.stop))
-        events += self.liveness.stalled(self._plan) if self._plan is not None else []
+        events += self.liveness.stalled(self._plan) if self._plan is not None and known else []
         again, refused = self.entrance.settled(self.nodes, time.monotonic())
         for order in again:
             self._prepare(order)

@@ -1,41 +1,25 @@
-"""Where nodes come from: the embedded cluster starts them, an existing Ray cluster has them; and
-which of them still live."""
+"""Where nodes come from: the embedded cluster starts them, an existing Ray cluster has them."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible_gpus
-from elastic.cluster.ray import _ray_private, processes
+from elastic.cluster.ray import processes
 from elastic.text import n_of
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
-from elastic.worker.hosting.thread_boundary import ThreadBoundary
-
-log = logging.getLogger(__name__)
 
 NODE_LABEL = "elastic-node"
-SURVEY_S, PROBE_S = 0.5, 0.1
-PROBE_WAIT_S, SUSPECT_MOST_S = 0.3, 5.0
-MUTE_MOST_S = 3.0  # a suspect whose raylet cannot be reached for so long is gone
-REFUSES = "raylet unreachable"
-ASKED_MOST_S = 1.0  # a longer pause between two looks at the head was this process's own
-# Ray ends every process whose GCS is away for so long:
-RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-# this one is to end before, in some 10 s
-AWAY_MOST_S = 0.5 * float(os.environ.get(RECONNECT) or 60.0)
 
 
 class NodeProvider(Protocol):
@@ -78,6 +62,11 @@ class RayNode:
     head: bool
     memory_bytes: int = 0  # of the host, as Ray measured or was told; 0 = not known
     draining: bool = False
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where its raylet listens."""
+        return self.address, self.port
 
 
 @dataclass
@@ -296,166 +285,6 @@ def workers_of(found: RayNode, pool: Pool) -> int:
     return min(found.cpus, pool.gpus_per_node)
 
 
-# --------------------------------------------------------------------------------- which nodes live
-
-
-class Survey:
-    """Looks at the cluster in threads of its own: one takes what Ray says, which may take long, one
-    asks ports. `alive`, `draining` and `gone` are whole and new at every look.
-
-    `suspect`: the nodes on which something broke. Their raylets are asked at once: a port that
-    refuses is a node that is gone, long before Ray says so. One that is mute is gone until it
-    answers again, where Ray has not given it up meanwhile: its link was cut. `head_lost`: why
-    nothing more can come of this cluster; '' = it stands. That is where this process's own raylet
-    is gone, or the head's GCS refuses for `refused_most_s` or is mute for AWAY_MOST_S.
-    """
-
-    def __init__(self, refused_most_s: float = AWAY_MOST_S) -> None:
-        self.alive: Mapping[str, RayNode] = {}
-        self.draining: Mapping[str, float] = {}
-        self.gone: Mapping[str, str] = {}  # Ray id -> why
-        self._mute: set[str] = set()  # of the gone ones: they may answer again
-        self.head_lost = ""
-        # Ray id -> suspected until, reached last
-        self._suspects: dict[str, tuple[float, float]] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        place = ray.get_runtime_context()
-        self._head = HeadService(place.gcs_address, refused_most_s)
-        self._own = place.get_node_id()
-        self._looked = threading.Event()  # since the head was asked last
-        self._look()
-        self._threads = [
-            threading.Thread(target=run, name="survey", daemon=True)
-            for run in (self._run, self._ask)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def suspect(self, ray_ids: Iterable[str]) -> None:
-        now_s = time.monotonic()
-        with self._lock:
-            for ray_id in ray_ids:
-                reached_s = self._suspects.get(ray_id, (0.0, now_s))[1]
-                self._suspects[ray_id] = (now_s + SUSPECT_MOST_S, reached_s)
-
-    @property
-    def suspects(self) -> bool:
-        """Is any node suspected?"""
-        return bool(self._suspects)
-
-    def check(self, ray_id: str) -> str:
-        """Asks the node now; returns why it is gone, '' = it answers or it is not known."""
-        found = self.alive.get(ray_id)
-        if found is not None and reaches(found.address, found.port) is False:
-            self._lose(ray_id, REFUSES)
-        return self.gone.get(ray_id, "")
-
-    def close(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            # a call to a head that is gone may take a minute
-            thread.join(0.0 if self.head_lost else 5.0)
-
-    def _run(self) -> None:
-        looking = ThreadBoundary(log, "asking the head for its nodes")
-        while not self._stop.wait(SURVEY_S):
-            looking.holds(self._look)  # where the head does not answer, nothing new is known
-
-    def _ask(self) -> None:
-        asked_s = time.monotonic()
-        probing = ThreadBoundary(log, "asking nodes")
-        of_the_head = ThreadBoundary(log, "asking the head")
-        while not self._stop.wait(PROBE_S):
-            probing.holds(self._probe)
-            if time.monotonic() - asked_s >= SURVEY_S:
-                asked_s = time.monotonic()
-                of_the_head.holds(self._ask_head)
-
-    def _ask_head(self) -> None:
-        looked = self._looked.is_set()
-        self._looked.clear()
-        if self.head_lost:
-            return
-        if why := self.check(self._own):
-            self.head_lost = f"this process's own raylet has ended ({why})"
-        else:
-            self.head_lost = self._head.ask(looked, time.monotonic())
-
-    def _probe(self) -> None:
-        now_s = time.monotonic()
-        with self._lock:
-            self._suspects = {
-                r: times
-                for r, times in self._suspects.items()
-                if times[0] > now_s and r not in self.gone
-            }
-            suspects = dict(self._suspects)
-        for ray_id, (until_s, reached_s) in suspects.items():
-            found = self.alive.get(ray_id)
-            answer = reaches(found.address, found.port) if found else None
-            if answer is False:
-                self._lose(ray_id, REFUSES)
-            elif answer is None and time.monotonic() - reached_s > MUTE_MOST_S:
-                self._lose(ray_id, f"its raylet cannot be reached for {MUTE_MOST_S:.0f} s")
-                self._mute.add(ray_id)
-            elif answer:
-                with self._lock:
-                    self._suspects[ray_id] = (until_s, time.monotonic())
-
-    def _look(self) -> None:
-        found = living()
-        for ray_id in set(self.alive) - {node.ray_id for node in found}:
-            self._lose(ray_id, "Ray lists it as dead")
-        self._find_again(found)
-        self.draining = draining = _ray_private.draining_nodes()
-        found = [replace(node, draining=node.ray_id in draining) for node in found]
-        with self._lock:
-            self.alive = {node.ray_id: node for node in found if node.ray_id not in self.gone}
-        self._looked.set()
-
-    def _find_again(self, found: Iterable[RayNode]) -> None:
-        """Those that were mute and answer."""
-        mute = [node for node in found if node.ray_id in self._mute]
-        back = {node.ray_id for node in mute if reaches(node.address, node.port)}
-        with self._lock:
-            self._mute -= back
-            self.gone = {known: why for known, why in self.gone.items() if known not in back}
-
-    def _lose(self, ray_id: str, why: str) -> None:
-        with self._lock:
-            self.gone = {**self.gone, ray_id: why}
-            self.alive = {known: node for known, node in self.alive.items() if known != ray_id}
-
-
-@dataclass
-class HeadService:
-    """The head's GCS as it is seen from here. Where it keeps its memory elsewhere it may come back:
-    `refused_most_s` is how long that is waited for. What this process itself stalled does not
-    count."""
-
-    address: str
-    refused_most_s: float
-    _away_s: float = 0.0  # since it gave a sign of life
-    _refused: bool = False
-    _asked_s: float | None = None
-
-    def ask(self, looked: bool, now_s: float) -> str:
-        """Why it is gone for good; '' = it is not. `looked`: it has answered a call since the last
-        time."""
-        host, _, port = self.address.rpartition(":")
-        answer = reaches(host.strip("[]"), int(port))
-        back = self._refused and answer is True
-        self._refused = answer is False
-        gap_s = 0.0 if self._asked_s is None else min(ASKED_MOST_S, now_s - self._asked_s)
-        self._asked_s = now_s
-        self._away_s = 0.0 if looked or back else self._away_s + gap_s
-        how = "has refused connections" if self._refused else "has not answered"
-        if self._away_s <= (self.refused_most_s if self._refused else AWAY_MOST_S):
-            return ""
-        return f"the head's GCS at {self.address} {how} for {self._away_s:.0f} s"
-
-
 def living() -> list[RayNode]:
     """The nodes that Ray lists as alive."""
     return [_ray_node(entry) for entry in ray.nodes() if entry["Alive"]]
@@ -482,17 +311,6 @@ def machine_cores() -> int:
 def machine_bytes() -> int:
     """Memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def reaches(address: str, port: int) -> bool | None:
-    """True = something listens there, False = refused, None = no answer in time."""
-    try:
-        with socket.create_connection((address, port), PROBE_WAIT_S):
-            return True
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return None
 
 
 def signal_there(ray_id: str, pids: Sequence[int], number: int, *, raylet: bool = False) -> Any:

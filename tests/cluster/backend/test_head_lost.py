@@ -21,7 +21,7 @@ from support.e2e.runs import SLOW, events, job, plans, went_on_as_if_nothing_hap
 from support.places import ROOT
 from support.waiting import until
 
-from elastic.cluster.nodes.providers import RECONNECT
+from elastic.cluster.nodes.survey import RECONNECT
 from elastic.cluster.ray import processes
 from elastic.ledger.journal import Line, read
 from elastic.types import CopyStored, StepDone, WorkerFailed

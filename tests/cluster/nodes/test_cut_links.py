@@ -22,7 +22,7 @@ from elastic.ledger.journal import Line, read
 from elastic.ledger.lease import Times
 from elastic.scenarios.judge import wrong
 from elastic.scenarios.kept_steps import kept
-from elastic.types import CopyStored, NodeLost, PlanEntered, StepDone
+from elastic.types import CopyStored, NodeLost, NodesMute, PlanEntered, StepDone
 
 pytestmark = pytest.mark.whole
 NODES = ("node-a", "node-b", "node-c")
@@ -31,6 +31,7 @@ LAYOUTS = {n: f"dp_shard={n}" for n in (3, 2, 1)}
 NAME, STEPS = "cut", 100_000  # it is stopped when all scenes were played
 PAUSE_S = 0.5  # of a step, so that the journal stays short
 OF_A_RUN = ("ray::Worker", "ray::NodeWatcher")  # processes of the cluster that are a run's
+ALONE_S = 12.0
 START_MOST_S = 900.0  # three nodes, each of which imports torch, on a busy machine
 
 
@@ -67,6 +68,9 @@ class Run:
 
     def lost(self) -> list[str]:
         return [event.node_id for event in events(self.lines(), NodeLost)]
+
+    def mute(self) -> list[NodesMute]:
+        return events(self.lines(), NodesMute)
 
     def until(self, done: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> None:
         def look() -> Any:
@@ -115,6 +119,23 @@ def all_from_storage(run: Run) -> None:
     durable = lambda: [e for e in events(run.lines(), CopyStored) if e.copy.kind == "durable"]  # noqa: E731
     run.until(lambda: [e for e in durable() if e.copy.step > later], "a checkpoint")
     assert (len(plans(run.lines())), run.lost()) == (generation, []), run.said()
+
+
+def head_from_all(run: Run) -> None:
+    """The link of the driver's own host: nobody is lost, and when it is back the same generation
+    has trained all the while."""
+    run.trains(*NODES)
+    generation, lost, since_s = len(plans(run.lines())), run.lost(), time.monotonic()
+    run.hosts.cut([HEAD], [STORAGE, *NODES])
+    run.until(lambda: time.monotonic() - since_s > ALONE_S, "more than a mute node is given")
+    run.hosts.mend()
+    run.until(lambda: [mute.over for mute in run.mute()] != [""], "an answer")
+    later, heard_s = run.step(), time.monotonic()
+    run.until(lambda: run.step() > later + 3, "steps")
+    began, over = run.mute()
+    assert (began.hosts, began.over) == (len(NODES), "") and "answers again" in over.over
+    assert (len(plans(run.lines())), run.lost()) == (generation, lost), run.said()
+    print(f"steps are heard {time.monotonic() - heard_s:.1f} s after the first answer")
 
 
 def driver_to_node(run: Run) -> None:
@@ -192,7 +213,7 @@ def outside(lines: list[Line], trained: dict[str, list[float]]) -> list[str]:
     return found
 
 
-SCENES = (all_from_storage, driver_to_node, driver_and_node, node_and_node, ended)
+SCENES = (all_from_storage, head_from_all, driver_to_node, driver_and_node, node_and_node, ended)
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)

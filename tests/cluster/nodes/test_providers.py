@@ -1,32 +1,21 @@
-"""Which pool a node counts to, capacity, GPUs, and what the survey makes of ports and of the head:
-no Ray cluster needed."""
+"""Which pool a node counts to, capacity and GPUs: no Ray cluster needed."""
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.waiting import until
 
 from elastic.cluster.local.local_cluster import NodeOrder
-from elastic.cluster.nodes import providers
 from elastic.cluster.nodes.providers import (
-    AWAY_MOST_S,
-    REFUSES,
     ClusterNodes,
     EmbeddedNodes,
-    HeadService,
     RayNode,
-    Survey,
     machine_bytes,
     pool_of,
-    reaches,
 )
 from elastic.errors import InternalError
 from elastic.types import Node, NodeReady, Pool, RequestFailed
@@ -173,94 +162,3 @@ def test_why_there_is_no_node() -> None:
     nodes.change_capacity("spot", -1)
     nodes.lost("spot-1")
     assert why("another") == "no capacity: drills took 1 of its 2 nodes, 1 node in use"
-
-
-def test_a_port_answers_or_refuses() -> None:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-        assert reaches("127.0.0.1", port) is False
-        listening.listen()
-        assert reaches("127.0.0.1", port) is True
-
-
-@pytest.fixture
-def port() -> Iterator[socket.socket]:
-    """Refuses until it listens."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield bound
-
-
-def asked(head: HeadService, seconds: Iterable[float], looked: bool = False) -> str:
-    """What it says at the last of these seconds."""
-    return [head.ask(looked, at_s) for at_s in seconds][-1]
-
-
-def head_at(port: socket.socket, refused_most_s: float = AWAY_MOST_S) -> HeadService:
-    return HeadService(f"127.0.0.1:{port.getsockname()[1]}", refused_most_s)
-
-
-def test_a_node_whose_link_was_cut_is_found_again_and_one_that_refused_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    node, answers, looks = ray_node(), [True, None], []
-    place = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "own")
-    # else Ray would be started, and each later test of this process be on a cluster
-    monkeypatch.setattr(providers.ray, "get_runtime_context", lambda: place)
-    monkeypatch.setattr(providers._ray_private, "draining_nodes", dict)
-    monkeypatch.setattr(providers, "living", lambda: looks.append(1) or [node])
-    monkeypatch.setattr(providers, "reaches", lambda address, port: answers[-1])
-    monkeypatch.setattr(HeadService, "ask", lambda self, looked, now_s: "")
-    for name, seconds in (("SURVEY_S", 0.01), ("PROBE_S", 0.01), ("MUTE_MOST_S", 0.05)):
-        monkeypatch.setattr(providers, name, seconds)
-    survey = Survey()
-    try:
-        survey.suspect([node.ray_id])
-        until(lambda: node.ray_id in survey.gone and not survey.alive, "its loss")
-        seen = len(looks)
-        until(lambda: len(looks) > seen + 2, "more looks")
-        assert "cannot be reached" in survey.gone[node.ray_id] and not survey.alive
-        answers.append(True)
-        until(lambda: node.ray_id in survey.alive, "its return")
-        assert survey.gone == {}
-        answers.append(False)
-        survey.suspect([node.ray_id])
-        until(lambda: node.ray_id in survey.gone, "its end")
-        answers.append(True)
-        seen = len(looks)
-        until(lambda: len(looks) > seen + 2, "more looks")
-        assert survey.gone == {node.ray_id: REFUSES} and not survey.alive
-    finally:
-        survey.close()
-
-
-def test_an_embedded_head_that_refuses_is_gone(port: socket.socket) -> None:
-    head = head_at(port, 0.0)
-    assert head.ask(looked=True, now_s=0.0) == ""
-    assert "has refused connections for 1 s" in head.ask(looked=False, now_s=0.5) + head.ask(
-        looked=False, now_s=1.0
-    )
-
-
-def test_that_of_a_cluster_may_come_back(port: socket.socket) -> None:
-    head = head_at(port)
-    assert asked(head, range(29)) == ""
-    port.listen()
-    assert asked(head, range(29, 58)) == "", "it listens again, and has not answered yet"
-    assert asked(head, range(58, 62)).endswith("has not answered for 32 s")
-    assert asked(head, range(62, 63), looked=True) == ""
-
-
-def test_a_head_that_only_listens_is_gone_in_time(port: socket.socket) -> None:
-    port.listen()
-    head = head_at(port, 0.0)
-    assert asked(head, range(30)) == ""
-    assert "has not answered for 31 s" in asked(head, range(30, 32))
-    assert AWAY_MOST_S == 30.0, "Ray ends this process after 60 s, and to end takes it some 10 s"
-
-
-def test_what_this_process_stood_still_does_not_count(port: socket.socket) -> None:
-    port.listen()
-    head = head_at(port)
-    assert asked(head, (0.0, 1.0, 3600.0, 7200.0)) == ""

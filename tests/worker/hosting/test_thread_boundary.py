@@ -13,8 +13,8 @@ import pytest
 
 from elastic.cluster.backend.drill_runner import DrillRunner
 from elastic.cluster.backend.drills import Schedule
-from elastic.cluster.nodes import providers
-from elastic.cluster.nodes.providers import Survey
+from elastic.cluster.nodes import survey as nodes_survey
+from elastic.cluster.nodes.survey import Survey
 from elastic.cluster.notices import notice_watchers
 from elastic.cluster.notices.notice_watchers import NoticeWatchers
 from elastic.cluster.notices.sources.detect import Sources
@@ -57,10 +57,10 @@ def notices(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
 def survey(raises: Raises, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     place = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "own")
     # else Ray would be started, and each later test of this process be on a cluster
-    patch.setattr(providers.ray, "get_runtime_context", lambda: place)
-    patch.setattr(providers, "living", list)
+    patch.setattr(nodes_survey.ray, "get_runtime_context", lambda: place)
+    patch.setattr(nodes_survey, "living", list)
     patch.setattr(Survey, "_look", lambda self: None)
-    patch.setattr(providers, "PROBE_S", 0.01)
+    patch.setattr(nodes_survey, "PROBE_S", 0.01)
     patch.setattr(Survey, "_probe", raises)
     return Survey().close
 
