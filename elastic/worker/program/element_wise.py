@@ -272,6 +272,9 @@ def _note(dry: _Dry) -> None:
     step."""
     for optimizer in dry.optimizers.each.values():
         before, optimizer.state = optimizer.state, _State()
+        for inner in vars(optimizer).values():  # one around another that has its state
+            if isinstance(inner, torch.optim.Optimizer) and inner.state is before:
+                inner.state = optimizer.state
         optimizer.state.update(before)
         for parameter in [p for p in before if not isinstance(p, str)]:
             optimizer.state[parameter] = dict(before[parameter])
