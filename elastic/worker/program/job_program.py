@@ -11,7 +11,7 @@ from elastic.models.nf4 import in_nf4
 from elastic.program import Program, drawing
 from elastic.types import Job, LrCurve
 from elastic.worker.program.guards import with_memory
-from elastic.worker.program.norms.batch_norms import with_norms
+from elastic.worker.program.norms.batch_norms import ModelWithNorms, with_norms
 from elastic.worker.program.optimizers import JobOptimizer
 from elastic.worker.program.schedules import Factor, scale, schedule
 
@@ -49,7 +49,8 @@ class Seeded:
 
 
 def _with_seed(program: Program, job: Job) -> Program:
-    if isinstance(program.model, Seeded) or job.script:  # a script is seeded as a whole
+    # a script is seeded as a whole
+    if isinstance(program.model, ModelWithNorms) or job.script:
         return program
     init = Seeded(program.init, job.seed) if program.init is not None else None
     return replace(program, model=Seeded(program.model, job.seed), init=init)

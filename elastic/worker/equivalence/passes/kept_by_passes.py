@@ -43,12 +43,12 @@ def kept_by_passes(small: SmallCopy, batch: Batch) -> KeptByPasses:
         model.train(not small.program.batch_dependent)
         trial = ModelPasses(small, model)
         with Still(), python_random(0.999):
-            trial.run(rows_of(batch, 0, ROWS))
+            first = trial.run(rows_of(batch, 0, ROWS))
             once = trial.run(rows_of(batch, 0, ROWS))
             if once.changed:
                 return KeptByPasses(_number(once.changed))
-            if once.weights:
-                return KeptByPasses(_weight(once.weights[0]))
+            if weights := first.weights or once.weights:
+                return KeptByPasses(_weight(weights[0]))
             if name := next((n for n in once.forward if n not in trial.persistent), ""):
                 return KeptByPasses(_lost_buffer(name))
             written = [name for name in once.backward if name not in once.forward]
