@@ -34,12 +34,13 @@ class Net(nn.Module):
         super().__init__()
         self.salt = random.randrange(1, 1000)       # of Python
         self.turn = np.random.randn(16, 16) / 4     # of numpy, an attribute
+        self.plain = torch.randn(16) / 4            # a tensor that is no buffer
         self.register_buffer("waves", torch.randn(16, 16) / 4, persistent=False)
         self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
     def forward(self, ids):
         x = self.embed((ids * self.salt) % 31) + SHIFT.to(self.head.weight)
         x = x + x @ torch.as_tensor(self.turn, dtype=x.dtype)
-        return self.head(x + torch.sin(x @ self.waves))
+        return self.head(x + self.plain.to(x) + torch.sin(x @ self.waves))
 
 def init(model):
     for p in model.parameters():
