@@ -97,7 +97,7 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     before = whole.beside()
     whole.step(0)
     found = {name: kept for name in names if (kept := _entries(whole, name))}
-    found = _same_from_constants(program, every, whole, found)
+    found = _same_from_constants(program, every, whole, kept=found)
     for number in range(1, DRY_STEPS):
         whole.step(number)
     counters = _counters(program, whole, before)
@@ -309,7 +309,7 @@ def _constant(value: torch.Tensor) -> float:
 
 
 def _same_from_constants(
-    program: Program, every: list[TensorSpec], done: _Dry, kept: dict[str, OptimizerSpec]
+    program: Program, every: list[TensorSpec], done: _Dry, *, kept: dict[str, OptimizerSpec]
 ) -> dict[str, OptimizerSpec]:
     """Those of which a state that was filled with constants beforehand gives the same steps: of a
     copy of the weights it is seen late."""
