@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -248,10 +250,33 @@ def _one_of(brackets: re.Match[str]) -> str:
     return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
 
 
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """What Python, numpy and torch draw meanwhile on the CPU follows from the seed, and what is
+    drawn afterwards does not know of it. Of those that are imported by then."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    before = random.getstate()
+    in_numpy = numpy.random.get_state() if numpy is not None else None
+    in_torch = torch.default_generator.get_state() if torch is not None else None
+    try:
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % (1 << 32))
+        if torch is not None:
+            torch.default_generator.manual_seed(seed)
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(in_numpy)
+        if torch is not None:
+            torch.default_generator.set_state(in_torch)
+
+
 def load_program(path: str | Path) -> Program:
     """The `program` of a program.py (a Program, or a function of no arguments that returns one).
     Its folder comes first on the path, as under `python program.py`: what stands beside it can be
-    imported, also later.
+    imported, also later. What it draws while it is imported is the same in every process.
 
     Raises SpecError when the file is missing, has no `program`, or raises while it is imported.
     """
@@ -269,7 +294,8 @@ def load_program(path: str | Path) -> Program:
     folder = str(path.parent)
     sys.path[:] = [folder, *(each for each in sys.path if each != folder)]
     try:
-        spec.loader.exec_module(module)
+        with drawing(0):
+            spec.loader.exec_module(module)
     except SpecError:
         raise
     except Exception as error:  # a boundary: the user's file may raise anything
@@ -282,7 +308,8 @@ def load_program(path: str | Path) -> Program:
         ) from error
     program = getattr(module, "program", None)
     if callable(program) and not isinstance(program, Program):
-        program = program()
+        with drawing(0):
+            program = program()
     if not isinstance(program, Program):
         raise SpecError(
             f"{path}: it must define `program = elastic.Program(...)`; found "

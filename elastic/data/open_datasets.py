@@ -22,7 +22,7 @@ from elastic.data.sources.text_folder import split_files
 from elastic.data.sources.tokenizers import tokenizer_of
 from elastic.data.streams import Stream, is_stream
 from elastic.errors import SpecError
-from elastic.program import Program
+from elastic.program import Program, drawing
 from elastic.storage import open_storage
 from elastic.types import Job
 
@@ -46,7 +46,9 @@ def dataset_of(program: Program, job: Job) -> Any:
             f"there is no data: {program.of}dataset is None, and the job names no data.train"
         )
     else:
-        what, dataset = f"{program.of}dataset", program.dataset()
+        what = f"{program.of}dataset"
+        with drawing(job.seed):  # an order, a split: each rank and each loader process opens it
+            dataset = program.dataset()
         streams = is_stream(dataset) and not _is_map(dataset)
         dataset = Stream(dataset, job.global_batch or 1) if streams else checked(dataset, what)
     check_lengths(job, dataset, what)
@@ -67,7 +69,8 @@ def validation_of(program: Program, job: Job) -> Any:
     if program.validation is None:
         return None
     what = f"{program.of}validation"
-    dataset = checked(program.validation(), what)
+    with drawing(job.seed):
+        dataset = checked(program.validation(), what)
     check_lengths(job, dataset, what)
     return dataset
 

@@ -148,3 +148,23 @@ class Late(torch.optim.SGD):
             for p in group["params"]:
                 if group["n"] >= 5:
                     self.state[p].setdefault("slow", torch.zeros_like(p)).lerp_(p, 0.5)
+
+
+class SharedLookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose groups and state it has; its own begins as the weights
+    do, and acts for the first time in the fifth step."""
+
+    def __init__(self, base, every=5):
+        super().__init__(base.param_groups, {})
+        self.base, self.every, self.n = base, every, 0
+        self.param_groups, self.state = base.param_groups, base.state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        self.n += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.clone())
+                if self.n % self.every == 0:
+                    p.copy_(slow.lerp_(p, 0.5))

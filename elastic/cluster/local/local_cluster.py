@@ -41,7 +41,11 @@ SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500,
     "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 3,
 }  # fmt: skip
-WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONHASHSEED": "0",  # of sets of texts each process has another order, a resumed run too
+}
 REAPED_MOST_S, REAP_LOOK_S = 0.5, 0.01  # until a process that is gone is known to be
 LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 

@@ -28,7 +28,7 @@ from elastic.types.grid import coordinates
 from elastic.types.orders import Rendezvous
 from elastic.worker.equivalence.blocks_in_stages import even
 from elastic.worker.equivalence.forward_trace import Batch, python_random, told
-from elastic.worker.equivalence.no_randomness import Still, draws_left
+from elastic.worker.equivalence.no_randomness import DRAWN, Still, draws_left
 from elastic.worker.equivalence.reference_pass import Outputs, Pass
 from elastic.worker.equivalence.small_batch import first_positions, longest, positions
 from elastic.worker.equivalence.small_copy import ROWS, WHOLE_MOST_PARAMETERS, SmallCopy, converted
@@ -99,6 +99,11 @@ def kept_between(small: SmallCopy, batch: Batch) -> str:
     losses = _losses(small, [batch, batch], torch.float32)
     if not losses or math.isclose(*losses, rel_tol=REPEATS):
         return ""
+    if DRAWN:
+        return (
+            f"{draws_left()}, which are other ones in each layout: take torch.rand or randn, and "
+            "make of them what is drawn"
+        )
     return (
         "a second forward pass over the same samples, with the same weights, gives another loss "
         f"({losses[0]:.6g}, then {losses[1]:.6g}): the program keeps something between steps that "

@@ -180,7 +180,10 @@ class Tracer:
             self.label(tensor, frozenset({INPUT}))
         self.model.train()
         before = {name: id(buffer) for name, buffer in self.model.named_buffers()}
-        weights = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        weights = {
+            name: (id(p), _storage(p))
+            for name, p in self.model.named_parameters(remove_duplicate=False)
+        }
         held = {_storage(x) for _, x in _held(self.model)}
         numbers = numbers_of(self.model)
         with ExitStack() as stack:
@@ -210,7 +213,7 @@ class Tracer:
             if before.get(name) != id(buffer) and name not in self.found.written:
                 self._buffer_written(name, self.labels_of(buffer))
         for name, p in self.model.named_parameters(remove_duplicate=False):
-            if weights.get(name) != id(p):
+            if weights.get(name) != (id(p), _storage(p)):
                 self.found.weights_written.setdefault(name, "")
         for name, tensor in _held(self.model):
             if (

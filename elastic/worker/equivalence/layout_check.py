@@ -41,6 +41,12 @@ from elastic.worker.equivalence.compare_values import (
 )
 from elastic.worker.equivalence.forward_trace import Batch, told
 from elastic.worker.equivalence.loss_is_sum import check_before_start
+from elastic.worker.equivalence.passes.between_passes import (
+    gradients_stand,
+    limits_weights,
+    loss_beside,
+    remembers,
+)
 from elastic.worker.equivalence.passes.drawn_together import drawn_together
 from elastic.worker.equivalence.passes.kept_by_passes import gradients_see_others, kept_by_passes
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
@@ -280,10 +286,14 @@ def _in_one_process(small: SmallCopy, batch: Batch, *, words: Words) -> tuple[st
     left = kept_by_passes(small, batch)
     if why := kept_between(small, batch) or left.lost:
         return why, tuple(FAMILIES)
+    if words is OF_A_PROGRAM:
+        for keeps in (remembers, limits_weights, loss_beside):
+            if why := keeps(small, batch):
+                return why, tuple(FAMILIES)
     if why := left.of_samples:
         return why, ("dp", "pp", "ep", "cp")
     if words is OF_A_PROGRAM:
-        for sees in (sees_others, gradients_see_others, drawn_together):
+        for sees in (sees_others, gradients_stand, gradients_see_others, drawn_together):
             if why := sees(small, batch):
                 return why, ("dp", "pp", "ep")
     return "", ()

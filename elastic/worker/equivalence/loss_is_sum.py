@@ -37,6 +37,8 @@ DEVICES = re.compile(
     r"dtype|scalar type|bfloat16|\bhalf\b|not implemented|not supported|unsupported",
     re.IGNORECASE,
 )
+NO_GRADIENTS = "does not require grad"
+ENABLE = "; passes of a validation have no gradients: take them under torch.enable_grad()"
 MOST_ELEMENTS = 1 << 26  # of an output that the driver makes up: logits of long sequences are more
 
 
@@ -102,7 +104,8 @@ def _check_with_values(program: Program, batch: Callable[[], Batch], stopped: Ex
     except Exception as error:
         if type(error) is type(stopped) and is_own(error):
             shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in one.items())
-            raise ProgramError(f"{told(error)}, over the first sample: {shapes}") from error
+            hint = ENABLE if NO_GRADIENTS in str(error) else ""
+            raise ProgramError(f"{told(error)}, over the first sample: {shapes}{hint}") from error
 
 
 def check_beside(

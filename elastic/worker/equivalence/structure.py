@@ -339,10 +339,11 @@ def _of_numbers(program: Program, batch: Batch, *, device: str, one: Followed) -
     if not counts:
         return ""
     more = f" (and {len(counts) - 1} more)" if len(counts) > 1 else ""
+    name = counts[0].rpartition(".")[2].removesuffix(")").removeprefix("len(")
     return (
         f"each forward pass changes the number {counts[0]}{more}, which no checkpoint has and no "
-        "new worker gets: make it a buffer, self.register_buffer('"
-        f"{counts[0].rpartition('.')[2]}', torch.zeros(())), which is moved and stored"
+        f"new worker gets: make it a buffer, self.register_buffer('{name}', torch.zeros(())), "
+        "which is moved and stored"
     )
 
 

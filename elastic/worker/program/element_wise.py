@@ -97,7 +97,7 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     before = whole.beside()
     whole.step(0)
     found = {name: kept for name in names if (kept := _entries(whole, name))}
-    found = _same_first_step(whole, _Dry(program, every, replicas, WHOLE), found)
+    found = _same_from_constants(program, every, whole, kept=found)
     for number in range(1, DRY_STEPS):
         whole.step(number)
     counters = _counters(program, whole, before)
@@ -272,6 +272,9 @@ def _note(dry: _Dry) -> None:
     step."""
     for optimizer in dry.optimizers.each.values():
         before, optimizer.state = optimizer.state, _State()
+        for inner in vars(optimizer).values():  # one around another that has its state
+            if isinstance(inner, torch.optim.Optimizer) and inner.state is before:
+                inner.state = optimizer.state
         optimizer.state.update(before)
         for parameter in [p for p in before if not isinstance(p, str)]:
             optimizer.state[parameter] = dict(before[parameter])
@@ -305,11 +308,12 @@ def _constant(value: torch.Tensor) -> float:
     return float(flat[0]) if flat.numel() and bool((flat == flat[0]).all()) else 0.0
 
 
-def _same_first_step(
-    done: _Dry, filled: _Dry, kept: dict[str, OptimizerSpec]
+def _same_from_constants(
+    program: Program, every: list[TensorSpec], done: _Dry, *, kept: dict[str, OptimizerSpec]
 ) -> dict[str, OptimizerSpec]:
-    """Those of which a state that was filled with constants beforehand gives the same first
-    step."""
+    """Those of which a state that was filled with constants beforehand gives the same steps: of a
+    copy of the weights it is seen late."""
+    own, filled = (_Dry(program, every, done.specs, WHOLE) for _ in range(2))
     for fqn, parameter in filled.named.items():
         wanted = kept.get(filled.optimizers.of[fqn])
         if wanted is None:
@@ -319,12 +323,14 @@ def _same_first_step(
             state[key] = torch.tensor(first.get(key, 0.0))
         for key in wanted.entries:
             state[key] = torch.full_like(parameter, first.get(key, 0.0), requires_grad=False)
-    filled.step(0)
-    return {
-        name: wanted
-        for name, wanted in kept.items()
-        if all(_close(done.named[fqn], filled.named[fqn]) for fqn in done.owned(name))
-    }
+    same = dict(kept)
+    for number in range(DRY_STEPS + MORE_STEPS):
+        for dry in (own, filled):
+            dry.step(number % DRY_STEPS)
+        for fqn, parameter in own.named.items():
+            if not _close(parameter, filled.named[fqn]):
+                same.pop(own.optimizers.of[fqn], None)
+    return same
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

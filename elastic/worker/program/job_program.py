@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elastic.errors import SpecError
 from elastic.models.nf4 import in_nf4
-from elastic.program import Program
+from elastic.program import Program, drawing
 from elastic.types import Job, LrCurve
 from elastic.worker.program.guards import with_memory
-from elastic.worker.program.norms.batch_norms import with_norms
+from elastic.worker.program.norms.batch_norms import ModelWithNorms, with_norms
 from elastic.worker.program.optimizers import JobOptimizer
 from elastic.worker.program.schedules import Factor, scale, schedule
 
 
 def with_job(program: Program, job: Job) -> Program:
     """The program as `job` wants it. Raises SpecError where the two contradict each other."""
-    held = with_frozen(program, job)
+    held = _with_seed(with_frozen(program, job), job)
     return with_norms(with_memory(_with_rates(_with_optimizer(held, job), job), job), job)
 
 
@@ -32,6 +33,27 @@ def with_frozen(program: Program, job: Job) -> Program:
         return in_nf4(program)
     except SpecError as error:
         raise SpecError(f"job.yaml: {error}") from error
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """A function of the program whose draws follow from the job's seed, in whatever process and
+    however often it is called: what a model keeps beside its state is drawn anew by each rank."""
+
+    function: Callable[..., Any]
+    seed: int
+
+    def __call__(self, *given: Any) -> Any:
+        with drawing(self.seed):
+            return self.function(*given)
+
+
+def _with_seed(program: Program, job: Job) -> Program:
+    # a script is seeded as a whole
+    if isinstance(program.model, ModelWithNorms) or job.script:
+        return program
+    init = Seeded(program.init, job.seed) if program.init is not None else None
+    return replace(program, model=Seeded(program.model, job.seed), init=init)
 
 
 def _with_optimizer(program: Program, job: Job) -> Program:

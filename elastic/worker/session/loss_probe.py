@@ -7,7 +7,8 @@ generation whose value differs from what the layout before had at that step neve
 every rank raises, all at the same point, with the old boxes still in hand.
 
 A program whose loss is another one each time (noise that is drawn, a sample that is augmented) has
-no probe; that is tried before the start (rehearsal.py).
+no probe; that is tried before the start (rehearsal.py). With the probe at the entry ranks compare
+what they read as a few of the samples: each opens the dataset by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +26,11 @@ from elastic.data.batches import item_of
 from elastic.data.budget import Microbatch, budget_of
 from elastic.data.collate import Batch, collate
 from elastic.data.streams import Stream
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, ProgramError
 from elastic.types import Probed, agree, tolerance
 from elastic.worker.process.doing import doing
 from elastic.worker.program.loop_program import LoopProgram
-from elastic.worker.step.evaluation import drawing, evaluating
+from elastic.worker.step.evaluation import drawing_on, evaluating
 
 if TYPE_CHECKING:
     from elastic.worker.process_groups.groups import Groups
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEPT = 4  # steps whose values a worker remembers
+ROUNDED = 1e-3  # samples of real numbers may differ by so much between machines, of their norm
 
 
 class LayoutDiffers(ElasticError):
@@ -112,7 +115,8 @@ class Probe:
 
     def _expected(self, step: int) -> float | None:
         """What the driver knows of that step, else what those know who were in the generation that
-        the state comes from. Where one of the participants has no probe, nobody has."""
+        the state comes from. Where one of the participants has no probe, nobody has. Raises
+        ProgramError, on all of them, where they do not read the same samples."""
         plan = self.order.plan
         mine = None
         if plan.resume.source != "fresh":
@@ -120,9 +124,14 @@ class Probe:
             mine = loss if generation == plan.resume.generation else None
             mine = plan.probe if plan.probe is not None else mine
         known = -math.inf if mine is None or not math.isfinite(mine) else mine
-        said = torch.tensor([known, 0.0 if self.possible else 1.0], dtype=torch.float64)
+        read = self._samples()
+        numbers = [known, 0.0 if self.possible else 1.0, *read, *(-x for x in read)]
+        said = torch.tensor(numbers, dtype=torch.float64)
         self.groups.control.all_reduce(said, dist.ReduceOp.MAX)
         self.possible = not bool(said[1])
+        if self.possible:
+            most, least = said[2:].view(2, -1).unbind()
+            self._check_samples((most + least).tolist())
         return float(said[0]) if math.isfinite(float(said[0])) else None
 
     def _together(self, bad: bool, loss: float | None) -> tuple[bool, float]:
@@ -134,6 +143,33 @@ class Probe:
         self.groups.control.all_reduce(said, dist.ReduceOp.MAX)
         return bool(said[0]), float(said[1])
 
+    def _ids(self) -> list[int]:
+        n = len(self.place.dataset)
+        return [0, n // 2, n - 1]
+
+    def _samples(self) -> list[float]:
+        """What this worker reads as some of the samples, in two numbers each; read once."""
+        place = self.place
+        if self.possible and not place.samples_read:
+            with drawing_on(place.job.seed), doing("batch"):
+                for sample in self._ids():
+                    place.samples_read += fingerprint(
+                        collate([item_of(place.dataset, sample, None)])
+                    )
+        return place.samples_read if self.possible else [0.0] * 6
+
+    def _check_samples(self, apart: list[float]) -> None:
+        """`apart`: by how much the numbers of ranks differ."""
+        for i, sample in enumerate(self._ids()):
+            whole, real = apart[2 * i : 2 * i + 2]
+            if whole or real > ROUNDED:
+                raise ProgramError(
+                    f"ranks read other values as sample {sample} of the dataset, which each of "
+                    "them opens by itself; it must be the same in every process: sort what "
+                    "os.listdir and glob give, sort a set of texts, take no hash() of a text, no "
+                    "clock and no file of one node alone"
+                )
+
     def _loss(self) -> float | None:
         return (
             None if self.stepper is None else loss_of_one(self.stepper, self._batch(self.stepper))
@@ -144,8 +180,24 @@ class Probe:
         place = self.place
         budget = budget_of(place.job, place.dataset, stepper.sequence.multiple)
         part = budget.of_one(0, 1) if budget is not None else Microbatch((0,))
-        with drawing(place.job.seed), doing("batch"):
+        with drawing_on(place.job.seed), doing("batch"):
             return collate([item_of(place.dataset, 0, part.length)])
+
+
+def fingerprint(sample: Batch) -> tuple[float, float]:
+    """Of a sample's whole numbers, exactly, and of its others: machines may round them otherwise,
+    or decode a picture."""
+    digest, real = sha256(), 0.0
+    for key, x in sorted(sample.items()):
+        flat = x.detach().cpu().flatten()
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.uint8:
+            flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+            flat = flat.double().nan_to_num()
+            along = torch.cos(torch.arange(flat.numel(), dtype=torch.float64) ** 2)
+            real += float(flat @ along) / max(float(flat.norm() * along.norm()), 1e-30)
+        else:
+            digest.update(f"{key} {list(x.shape)} {flat.tolist()}".encode())
+    return float(int.from_bytes(digest.digest()[:6], "little")), real
 
 
 def loss_of_one(stepper: Stepper, batch: Batch) -> float:

@@ -40,7 +40,7 @@ from elastic.worker.session.generation import groups_of
 from elastic.worker.session.workplace import Workplace
 from elastic.worker.state.state_transfer import warm_staging
 from elastic.worker.state.train_state import TrainState
-from elastic.worker.step.evaluation import drawing
+from elastic.worker.step.evaluation import drawing_on
 from elastic.worker.step.optimizer_step import Stepper
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def _repeats(place: Workplace, model: nn.Module) -> bool:
     """Is the loss of the first sample the same each time in evaluation mode, whatever is drawn?"""
     found = []
     for seed in (1, 2):
-        with drawing(seed, place.device):
+        with drawing_on(seed, place.device):
             found.append(float(_loss(place, model, 1)))
     return agree(found[0], found[1], REPEATS)
 

@@ -106,6 +106,8 @@ class Workplace:
     # step -> generation, its loss of the probe sample
     probes: dict[int, tuple[int, float]] = field(default_factory=dict)
     probe_repeats: bool = True  # is that loss the same each time?
+    # of some samples, as this worker reads them (loss_probe.py); [] = not read yet
+    samples_read: list[float] = field(default_factory=list)
     axes: frozenset[str] = frozenset()  # with more than one rank, of the generation entered last
     # by the phase of the job that begins with them; {} = there is one
     datasets: Mapping[int, Any] = field(default_factory=dict)
@@ -129,6 +131,7 @@ class Workplace:
             return
         self.dataset = self.datasets[self.job.data_phase]
         self.probes.clear()  # of another sample
+        self.samples_read = []
         if self.readers is not None:
             self.readers.close()
             self.readers = readers_of(self.job)

@@ -8,7 +8,7 @@ its owner (elastic.worker.state.owner_update).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -147,7 +147,7 @@ class TrainState:
         # FSDP keeps the tie
         if groups.mesh is None or "fsdp" not in (groups.mesh.mesh_dim_names or ()):
             tie_again(model, self.profile)
-        _fill_plain_buffers(model, self.program)
+        _fill_plain_tensors(model, self.program, self.profile.n_params)
         return model
 
     def taken_routed(self) -> int:
@@ -363,22 +363,44 @@ class TrainState:
                 )
 
 
-_plain_buffers: dict[str, Any] = {}  # of the program that was asked for last
+MOST_BUILT = 1 << 27  # parameters of a whole model that is built for tensors beside its state
+_built: dict[str, Any] = {}  # of the program that was asked for last
 
 
-def _fill_plain_buffers(model: nn.Module, program: Program) -> None:
-    """Non-persistent buffers are no part of the state: they are taken from a freshly built
-    module."""
+def _fill_plain_tensors(model: nn.Module, program: Program, n_params: int) -> None:
+    """Non-persistent buffers, and tensors that modules have as plain attributes, are no part of the
+    state: they are taken from a freshly built module."""
     kept = set(model.state_dict())
     names = [name for name, _ in model.named_buffers() if name not in kept]
-    if not names or (program.buffers is not None and program.buffers(model)):
+    if names and program.buffers is not None and program.buffers(model):
+        names = []
+    attributes = [at for at, tensor in _attributes(model) if tensor.is_meta]
+    if n_params > MOST_BUILT:
+        attributes = []
+    if not names and not attributes:
         return
-    if _plain_buffers.get("of") is not program:  # a whole model is built for them: once
-        _plain_buffers.update(of=program, values=dict(program.model().named_buffers()))
-    source = _plain_buffers["values"]
+    if _built.get("of") is not program:  # a whole model is built for them: once
+        whole = program.model()
+        state = {x.untyped_storage()._cdata for x in (*whole.parameters(), *whole.buffers())}
+        own = {  # those that are a view of the state have other values by now
+            at: x for at, x in _attributes(whole) if x.untyped_storage()._cdata not in state
+        }
+        _built.update(of=program, buffers=dict(whole.named_buffers()), attributes=own)
     for name in names:
-        if source[name].is_meta:
+        value = _built["buffers"][name]
+        if value.is_meta:
             raise ProgramError(
                 f"buffer {name}: it is on the meta device after {program.builds} on the CPU"
             )
-        model.get_buffer(name).copy_(source[name])
+        model.get_buffer(name).copy_(value)
+    for name, key in attributes:
+        if (value := _built["attributes"].get((name, key))) is not None:
+            setattr(model.get_submodule(name), key, value.clone())
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+    """Module and name of each tensor that a module has as a plain attribute."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if type(value) is torch.Tensor:
+                yield (name, key), value

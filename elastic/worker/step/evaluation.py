@@ -3,18 +3,17 @@ as they were afterwards. And what they are for: loss and metrics of a validation
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from elastic.data.batches import item_of
 from elastic.data.collate import collate
 from elastic.data.open_datasets import Sets
+from elastic.program import drawing
 from elastic.types import Job
 from elastic.worker.process.doing import doing
 from elastic.worker.state.train_state import TrainState
@@ -35,20 +34,12 @@ def modes_kept(models: list[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def drawing(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """What is drawn meanwhile follows from the seed, and what is drawn afterwards does not know of
-    it."""
-    python, numpy = random.getstate(), np.random.get_state()
+def drawing_on(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """As `drawing`, on the device too."""
     devices = [device] if device is not None and device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % (1 << 32))
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with drawing(seed), torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
 
 
 @contextmanager
@@ -59,7 +50,7 @@ def evaluating(state: TrainState, job: Job, device: torch.device) -> Iterator[No
     before = [buffer.clone() for buffer in buffers]
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
     try:
-        with modes_kept(state.models), drawing(job.seed, device), torch.no_grad(), eager:
+        with modes_kept(state.models), drawing_on(job.seed, device), torch.no_grad(), eager:
             state.train(False)
             yield
     finally:

@@ -31,6 +31,14 @@ def test_counts_follow_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     assert alone[-1] < alone[0] - 0.5
 
 
+def test_weights_that_are_kept_follow_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
+    job = job_of("tiny_lookahead.py", 5 * len(CHAIN))
+    steps = pass_through(pool, job, tmp_path, CHAIN, every=3)
+    alone = train_alone(load_program(job["program"]), job, job["steps"])
+    assert {e.generation for e in steps} == {1, 2, 3, 4}
+    assert [e.train_loss for e in steps] == pytest.approx(alone, abs=1e-4)
+
+
 @pytest.mark.e2e
 def test_a_loss_takes_the_counts_back(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny_counting_steps.py", 14)

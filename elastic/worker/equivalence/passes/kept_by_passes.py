@@ -43,17 +43,19 @@ def kept_by_passes(small: SmallCopy, batch: Batch) -> KeptByPasses:
         model.train(not small.program.batch_dependent)
         trial = ModelPasses(small, model)
         with Still(), python_random(0.999):
-            trial.run(_rows(batch, 0, ROWS))
-            once = trial.run(_rows(batch, 0, ROWS))
+            first = trial.run(rows_of(batch, 0, ROWS))
+            once = trial.run(rows_of(batch, 0, ROWS))
             if once.changed:
                 return KeptByPasses(_number(once.changed))
+            if weights := first.weights or once.weights:
+                return KeptByPasses(_weight(weights[0]))
             if name := next((n for n in once.forward if n not in trial.persistent), ""):
                 return KeptByPasses(_lost_buffer(name))
             written = [name for name in once.backward if name not in once.forward]
             if not written or small.program.batch_dependent:
                 return KeptByPasses()
             trial.put(once.before)
-            again = trial.run(_rows(batch, ROWS, 2 * ROWS))
+            again = trial.run(rows_of(batch, ROWS, 2 * ROWS))
     except Exception:  # noqa: BLE001 - the user's model: the layouts tell what it raises
         return KeptByPasses()
     for name in written:
@@ -93,7 +95,7 @@ def _apart(small: SmallCopy, batch: Batch, times: float) -> tuple[str, float]:
     with Still(), python_random(0.999):
         for start, stop in rows:
             trial.put(before)
-            trial.run(double(_rows(batch, start, stop)), times)
+            trial.run(double(rows_of(batch, start, stop)), times)
             found.append(
                 {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             )
@@ -119,6 +121,7 @@ class _Left:
     forward: list[str] = field(default_factory=list)  # buffers
     backward: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)  # numbers
+    weights: list[str] = field(default_factory=list)
 
 
 class ModelPasses:
@@ -141,9 +144,12 @@ class ModelPasses:
             module, _, leaf = name.rpartition(".")
             self.model.get_submodule(module)._buffers[leaf] = value.clone()
 
-    def run(self, batch: Batch, times: float = 1.0) -> _Left:
+    def run(self, batch: Batch, times: float = 1.0, *, fresh: bool = True) -> _Left:
+        """`fresh`: without the gradients of passes before."""
         left, numbers = _Left(self.buffers()), self._numbers()
-        self.model.zero_grad()
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        if fresh:
+            self.model.zero_grad()
         loss = self.loss(batch) * times
         between = self.buffers()
         loss.backward()
@@ -152,6 +158,7 @@ class ModelPasses:
         left.backward = _changed(between, left.after)
         after = self._numbers()
         left.changed = [name for name in after if after[name] != numbers.get(name)]
+        left.weights = changed_weights(self.model, weights)
         return left
 
     def loss(self, batch: Batch) -> Tensor:
@@ -162,11 +169,20 @@ class ModelPasses:
         return numbers_beside(self.program, self.model) | numbers_of(self.model)
 
 
+def changed_weights(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    """Those whose values are others now."""
+    return [
+        name
+        for name, p in model.named_parameters()
+        if name in before and not torch.equal(p.detach(), before[name])
+    ]
+
+
 def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
     return [n for n, value in after.items() if n in before and not torch.equal(value, before[n])]
 
 
-def _rows(batch: Batch, start: int, stop: int) -> Batch:
+def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     return {key: x[start:stop] for key, x in batch.items()}
 
 
@@ -181,6 +197,13 @@ def _number(names: list[str]) -> str:
     return (
         f"each pass changes the number {names[0]}{more}, which no checkpoint has and no new worker "
         "gets: keep it in a buffer of the model (self.register_buffer), which is moved and stored"
+    )
+
+
+def _weight(name: str) -> str:
+    return (
+        f"a pass writes the weight {name}: what it writes is lost where the weight is cut; compute "
+        "a value from the weight and use that"
     )
 
 

@@ -32,6 +32,8 @@ def _numbers_in(value: Any, name: str, depth: int) -> Iterator[tuple[str, int | 
     if isinstance(value, int | float):
         yield name, value
         return
+    if isinstance(value, list | dict | set | deque):
+        yield f"len({name})", len(value)
     if isinstance(value, list | tuple | deque):
         value = dict(enumerate(value))
     elif not isinstance(value, dict):

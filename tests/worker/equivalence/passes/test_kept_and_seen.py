@@ -3,6 +3,7 @@ other, in programs of a few lines."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -149,6 +150,128 @@ class Noisy(Net):
         return (x + 0.1 * torch.randn_like(x)) * kept + torch.rand(3).sum()
 
 
+class CountsByLength(Net):
+    """What it keeps says how many passes there were."""
+
+    def more(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def between(self, x: Tensor) -> Tensor:
+        self.seen.append(x.detach().mean())
+        return x if len(self.seen) < 500 else 0.5 * x
+
+
+class CountsUnseen(Net):
+    """By something that has no numbers to look at."""
+
+    def more(self) -> None:
+        self.count = itertools.count()
+
+    def between(self, x: Tensor) -> Tensor:
+        return x if next(self.count) < 20 else 0.5 * x
+
+
+class Observed(Net):
+    """Quantized by the smallest and the largest value so far, as plain attributes."""
+
+    def more(self) -> None:
+        self.low: Tensor | None = None
+        self.high: Tensor | None = None
+
+    def between(self, x: Tensor) -> Tensor:
+        low, high = x.detach().min(), x.detach().max()
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
+        step = (self.high - self.low) / 15
+        return x + (((x - self.low) / step).round() * step + self.low - x).detach()
+
+
+class ScaledByTheFirst(Net):
+    """As ActNorm: by what the first batch of all looked like."""
+
+    def more(self) -> None:
+        self.size: Tensor | None = None
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.size is None:
+            self.size = x.detach().std()
+        return x / self.size
+
+
+class LargestSoFar(Net):
+    def more(self) -> None:
+        self.top = 0.0
+
+    def between(self, x: Tensor) -> Tensor:
+        self.top = max(self.top, float(x.detach().abs().max()))
+        return x / (1 + self.top)
+
+
+class ReadsGradients(Net):
+    def between(self, x: Tensor) -> Tensor:
+        gradient = self.head.weight.grad
+        return x if gradient is None else x / (1 + gradient.norm())
+
+
+class ClearsGradients(Net):
+    def between(self, x: Tensor) -> Tensor:
+        for p in self.parameters():
+            p.grad = None
+        return x
+
+
+class Tempered(Net):
+    """A learned temperature that is not yet at its limit."""
+
+    def more(self) -> None:
+        self.t = nn.Parameter(torch.ones(1))
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.t.item() > 4:
+            with torch.no_grad():
+                self.t.clamp_(max=4)
+        return x * self.t.exp()
+
+
+class ClampedValue(Tempered):
+    """The same without a word to the weight."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * self.t.clamp(max=4).exp()
+
+
+class ClampsBackward(Tempered):
+    """A weight that the backward pass writes."""
+
+    def between(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.cut())
+        return x * self.t.exp()
+
+    def cut(self) -> None:
+        self.t.data = self.t.data.clamp(max=0.5)
+
+
+def beside(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """It has the model from elsewhere."""
+    return loss(logits, batch) + 0.01 * len(logits) * BUILT[-1].head.weight.square().sum()
+
+
+BUILT: list[Net] = []
+
+
+class Registered(Net):
+    def more(self) -> None:
+        BUILT.append(self)
+
+
+TEMPERATURE = nn.Parameter(torch.ones(()))
+
+
+def untrained(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return loss(logits * TEMPERATURE, batch)
+
+
 class Counting:
     def __init__(self) -> None:
         self.calls = 0
@@ -192,6 +315,15 @@ ALL, OTHERS = ("dp", "tp", "pp", "ep", "cp"), ("dp", "pp", "ep")
         (ClippedTogether, OTHERS, r"that of \S+ differs by .* clip by clip_grad_norm in job.yaml"),
         (Mixed, OTHERS, "what is drawn for a sample acts on others beside it"),
         (MaskedByMean, OTHERS, "what is drawn for a sample acts on others beside it"),
+        (CountsByLength, ALL, r"changes the number len\(seen\),"),
+        (CountsUnseen, ALL, "in pass 21 over them, .* it counts passes outside of its buffers"),
+        (Observed, ALL, "in the first pass of a model and .* after a pass of others"),
+        (ScaledByTheFirst, ALL, "in the first pass of a model and .* after a pass of others"),
+        (LargestSoFar, ALL, "in the first pass of a model and .* after a pass of others"),
+        (ReadsGradients, OTHERS, "something reads or clears `.grad`"),
+        (ClearsGradients, OTHERS, "something reads or clears `.grad`"),
+        (Tempered, ALL, "where its values are large, forward writes the weight t:"),
+        (ClampsBackward, ALL, "a pass writes the weight t:"),
     ],
 )
 def test_what_layouts_would_change_is_named(
@@ -201,7 +333,7 @@ def test_what_layouts_would_change_is_named(
     assert re.search(says, why) and set(closed) == set(axes), why
 
 
-@pytest.mark.parametrize("kind", [Net, CountsBackward, ClippedEach, Scratch, Noisy])
+@pytest.mark.parametrize("kind", [Net, CountsBackward, ClippedEach, Scratch, Noisy, ClampedValue])
 def test_what_each_sample_has_alone_stays_open(kind: type[nn.Module]) -> None:
     assert said_of(kind)[0] == ""
 
@@ -210,6 +342,17 @@ def test_what_each_sample_has_alone_stays_open(kind: type[nn.Module]) -> None:
 def test_a_loss_that_counts_is_named(counting: Callable[..., Tensor]) -> None:
     why, closed = said_of(loss=counting)
     assert re.search(r"changes the number \w*\.?calls", why) and set(closed) == set(ALL), why
+
+
+@pytest.mark.parametrize(
+    ("kind", "takes", "reached"),
+    [(Registered, beside, "head.weight"), (Net, untrained, "a tensor that is no parameter")],
+)
+def test_a_loss_that_takes_weights_beside_the_output_is_named(
+    kind: type[nn.Module], takes: Callable[..., Tensor], reached: str
+) -> None:
+    why, closed = said_of(kind, loss=takes)
+    assert f"Program.loss reaches {reached}" in why and set(closed) == set(ALL), why
 
 
 @pytest.mark.parametrize("kind", [ClippedTogether, Mixed])

@@ -1,0 +1,102 @@
+"""What a program draws while it is built is the same in every process, and a dataset that is another
+one there is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.reference import train_alone
+from support.worker.chain import job_of
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
+
+from elastic.data.open_datasets import dataset_of
+from elastic.program import load_program
+from elastic.types import Job, Layout, Plan, StepDone, WorkerFailed
+from elastic.worker.program.job_program import with_job
+
+pytestmark = pytest.mark.slow
+STEPS = 8
+PROGRAM = """
+import os, random
+import numpy as np
+import torch
+from torch import nn
+import elastic
+
+SHIFT = torch.randn(16)                             # while it is imported
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.salt = random.randrange(1, 1000)       # of Python
+        self.turn = np.random.randn(16, 16) / 4     # of numpy, an attribute
+        self.plain = torch.randn(16) / 4            # a tensor that is no buffer
+        self.register_buffer("waves", torch.randn(16, 16) / 4, persistent=False)
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+    def forward(self, ids):
+        x = self.embed((ids * self.salt) % 31) + SHIFT.to(self.head.weight)
+        x = x + x @ torch.as_tensor(self.turn, dtype=x.dtype)
+        return self.head(x + self.plain.to(x) + torch.sin(x @ self.waves))
+
+def init(model):
+    for p in model.parameters():
+        p.data.copy_(torch.from_numpy(np.random.randn(*p.shape) * random.uniform(0.1, 0.3)))
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.order = ORDER
+    def __len__(self):
+        return 96
+    def __getitem__(self, index):
+        ids = (int(self.order[index]) + torch.arange(9) * 3) % 32
+        return {"input": ids[:-1], "target": ids[1:]}
+
+def loss(logits, batch):
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["target"].flatten(), reduction="sum"
+    )
+
+program = elastic.Program(
+    model=Net, init=init, dataset=Rows, loss=loss,
+    optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.5),
+)
+"""
+
+
+def begun(pool: Pool, folder: Path, order: str) -> tuple[dict[str, Any], Plan]:
+    """Two ranks at work on samples in this order."""
+    file = folder / "program.py"
+    file.write_text(PROGRAM.replace("ORDER", order))
+    job = job_of(str(file), steps=STEPS) | {"n_samples": 96}
+    workers = pool.open(job, folder / "run", n=2)
+    first = plan(1, Layout(dp_replicate=2), workers, job["global_batch"], n_blocks=0)
+    pool.enter(first)
+    return job, first
+
+
+def test_each_rank_draws_what_one_process_draws(pool: Pool, tmp_path: Path) -> None:
+    job, first = begun(pool, tmp_path, "np.random.permutation(96)")
+    pool.wait(lambda: any(e.step >= 3 for e in pool.events(StepDone)), "step 3")
+    second = plan(2, Layout(), list(first.ranks), 12, resume=live(first), n_blocks=0)
+    pool.enter(second)
+    pool.wait(lambda: any(e.step == STEPS for e in pool.events(StepDone)), "the last step")
+    assert not pool.events(WorkerFailed)
+    program, plain = load_program(job["program"]), Job.from_plain(job)
+    opened = dataset_of(program, plain)
+    alone = train_alone(replace(with_job(program, plain), dataset=lambda: opened), job, STEPS)
+    losses = {e.step: e.train_loss for e in pool.events(StepDone)}
+    assert [losses[step] for step in range(1, STEPS + 1)] == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_dataset_that_is_another_one_in_each_process_makes_no_step(
+    pool: Pool, tmp_path: Path
+) -> None:
+    begun(pool, tmp_path, "np.random.default_rng(os.getpid()).permutation(96)")
+    pool.wait(lambda: len(pool.events(WorkerFailed)) == 2, "failure")
+    failed = pool.events(WorkerFailed)
+    assert {e.kind for e in failed} == {"program"} and not pool.events(StepDone)
+    assert "ranks read other values as sample 0 of the dataset" in failed[0].error
