@@ -24,7 +24,7 @@ from elastic.worker.loop.loss_reduction import Means
 from elastic.worker.program.calls import call_model, count_of, loss_of, mapped, tensors_in
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import build_meta
-from elastic.worker.step.sums import Sums
+from elastic.worker.step.logged_sums import Sums
 
 log = logging.getLogger(__name__)
 

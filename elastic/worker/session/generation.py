@@ -54,9 +54,9 @@ from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.commit_vector import CommitFields, CommitReport
 from elastic.worker.step.evaluation import validate
 from elastic.worker.step.faulty_rank import FaultyRank, Tripped
+from elastic.worker.step.logged_sums import KeptSums
 from elastic.worker.step.optimizer_step import Stepper
 from elastic.worker.step.sdc_check import SdcCheck
-from elastic.worker.step.sums import KeptSums
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from elastic.types import Job
 from elastic.worker.process.doing import doing
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.forward_backward import Batch, ForwardBackward
-from elastic.worker.step.sums import Sums
+from elastic.worker.step.logged_sums import Sums
 
 
 @contextmanager

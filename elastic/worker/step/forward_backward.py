@@ -49,8 +49,8 @@ from elastic.worker.program.norms.step_norms import StepNorms
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.batch_shares import BatchShares
 from elastic.worker.step.block_timing import BlockTiming
+from elastic.worker.step.logged_sums import KeptSums, Sums
 from elastic.worker.step.loss_scale import LossScale
-from elastic.worker.step.sums import KeptSums, Sums
 
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Any, range], torch.Tensor]  # of a model's output and the numbers of its rows

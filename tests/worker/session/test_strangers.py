@@ -32,7 +32,7 @@ from elastic.types.orders import Rendezvous
 from elastic.worker.step.sdc_check import SdcCheck
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.parallel.pipeline import Pipeline
-from elastic.worker.step.sums import Sums
+from elastic.worker.step.logged_sums import Sums
 port, me, question, secret = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], os.environ["SECRET"]
 layout = Layout(pp=2) if question == "stage" else Layout(dp_shard=2)
 groups = Groups(1, layout, torch.device("cpu"))
