@@ -54,7 +54,7 @@ def refused(shell: Shell, said: str, *words: str) -> str:
         ({"program": "none.py"}, "tiny/none.py: no such file"),
         ({"steps": None}, "tiny/job.yaml: key 'steps' is missing"),
         ({"storage": "/proc/nope"}, "storage /proc/nope/"),
-        ({"storage": "/etc/hostname"}, "cannot be written (Not a directory: /etc/hostname/"),
+        ({"storage": "/etc/hostname"}, "cannot be written (File exists: /etc/hostname)"),
         ({"storage": "s3://Bucket_/runs"}, "no name of a bucket; use s3://bucket/prefix"),
     ],
 )
