@@ -39,7 +39,7 @@ def test_muon_goes_on_from_a_peer_copy_and_through_a_notice(tmp_path: Path) -> N
     made = [(t["cause"], t["source"]) for t in summary["transitions"]]
     assert made[:3] == [("start", "fresh"), ("loss", "peer"), ("notice", "live")]
     assert all(t["digest_ok"] for t in summary["transitions"] if t["source"] != "fresh")
-    given = Job(steps=STEPS, global_batch=BATCH, optimizer=optimizer)
+    given = Job(steps=STEPS, global_batch=BATCH, optimizer=optimizer, seed=SEED)
     settings = {"seed": SEED, "global_batch": BATCH, "clip_grad_norm": 1.0}
     alone = train_alone(with_job(load_program(program), given), settings, STEPS)
     losses = [done.train_loss for _, done in sorted(kept(lines).items())]

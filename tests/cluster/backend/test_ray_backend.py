@@ -11,7 +11,7 @@ from unittest.mock import ANY
 import pytest
 from support.cluster.stage import Stage, plan, wait_gone
 
-from elastic.cluster.nodes import providers
+from elastic.cluster.nodes import survey
 from elastic.cluster.workers import admission_links, worker_group
 from elastic.types import (
     Abort,
@@ -97,7 +97,7 @@ def test_a_killed_node_is_lost_before_ray_says_so(
     a, b = on.nodes(2)
     on.backend.execute(EnterPlan(plan(1, [WorkerId(a, 0), WorkerId(b, 0)])))
     on.wait(StepDone)
-    monkeypatch.setattr(providers, "SURVEY_S", 1e6)  # what Ray lists is not looked at any more
+    monkeypatch.setattr(survey, "SURVEY_S", 1e6)  # what Ray lists is not looked at any more
     on.backend.cluster.kill(b)
     failed = on.wait(lambda e: isinstance(e, WorkerFailed) and e.worker.node_id == b)
     lost = on.wait(NodeLost)

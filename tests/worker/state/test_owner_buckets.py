@@ -154,7 +154,7 @@ def test_a_rank_that_dies_within_a_bucket(pool: FaultyPool, tmp_path: Path) -> N
     assert {e.kind for e in pool.events(WorkerFailed)} <= {"collective"}
     done = {e.step: e.train_loss for e in sorted(pool.events(StepDone), key=lambda e: e.generation)}
     bare = load_program(PROGRAMS / "tiny_bare.py")
-    program = with_job(bare, Job(steps=STEPS, global_batch=12, optimizer=MUON))
+    program = with_job(bare, Job(steps=STEPS, global_batch=12, optimizer=MUON, seed=job["seed"]))
     assert [done[step] for step in range(1, STEPS + 1)] == pytest.approx(
         train_alone(program, job, STEPS), abs=1e-4
     )

@@ -133,7 +133,7 @@ def test_through_a_loss_and_a_live_change(pool: Pool, tmp_path: Path, name: str)
 
 def alone_of(job: dict[str, Any], steps: int) -> Reference:
     """One process, plain torch (torchao's compile their step: not here)."""
-    given = Job(steps=steps, global_batch=12, optimizer=job["optimizer"])
+    given = Job(steps=steps, global_batch=12, optimizer=job["optimizer"], seed=job["seed"])
     with torch.compiler.set_stance("force_eager"):
         return train(with_job(load_program(job["program"]), given), job, steps)
 
