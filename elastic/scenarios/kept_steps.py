@@ -53,8 +53,8 @@ def kept(lines: Sequence[Line]) -> dict[int, StepDone]:
             for (number, step), event in done.items()
             if number == generation and step <= last
         }
-        if generation not in known:  # its driver's lines are lost, and so are its workers
-            break
+        if generation not in known:  # its driver's lines are lost, and what it came of with them
+            return {step: event for (_, step), event in done.items() if step <= last} | found
         resume = known[generation].resume
         left = [
             step for number, step in done if number == resume.generation and resume.source == "live"
