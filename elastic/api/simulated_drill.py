@@ -80,6 +80,7 @@ def simulate_drill(
         keeps_left=True,
         spares_noticed=True,
         counts_taken=True,
+        trusts_compared=True,
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

@@ -47,7 +47,8 @@ class DriverStarted(Event):
     node is prepared, which may be released at once): likewise. `spares_noticed`: a process that
     dies on a node with a notice is not counted by `bounds_deaths` (else it is): likewise.
     `counts_taken`: a node that is being left or released and is in fact taken counts as taken (else
-    as released): likewise.
+    as released): likewise. `trusts_compared`: an axis that a transition of this run has compared,
+    and found right, is not avoided where nothing can be compared (else it is): likewise.
     """
 
     run: str
@@ -74,12 +75,13 @@ class DriverStarted(Event):
     keeps_left: bool = False
     spares_noticed: bool = False
     counts_taken: bool = False
+    trusts_compared: bool = False
 
 
 GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
-    "keeps_left", "spares_noticed", "counts_taken",
+    "keeps_left", "spares_noticed", "counts_taken", "trusts_compared",
 )  # fmt: skip
 
 

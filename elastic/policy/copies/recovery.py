@@ -140,8 +140,9 @@ def newest(state: State) -> Resume:
 
 
 def _unproven(state: State, layout: Layout, old: Layout) -> tuple[str, ...]:
-    """Axes that the copy's layout had not, and that were not compared before the run began."""
-    proven = state.model.proven if state.model is not None else ()
+    """Axes that the copy's layout had not, and that were compared neither before the run began nor
+    by a transition."""
+    proven = state.compared.union(state.model.proven if state.model is not None else ())
     return tuple(axis for axis in refused_layouts.new_axes(layout, old) if axis not in proven)
 
 

@@ -127,9 +127,21 @@ def probed(state: State, event: Probed) -> State:
     told = {**state.probed_in, event.step: event.generation}
     return replace(
         state,
+        compared=state.compared | _compared(state, event),
         probes={step: probes[step] for step in kept},
         probed_in={step: told[step] for step in kept if step in told},
     )
+
+
+def _compared(state: State, event: Probed) -> frozenset[str]:
+    """Axes that only one of the two layouts has whose probe sample had the same loss."""
+    plan = state.plans.get(event.generation)
+    if not state.trusts_compared or event.expected is None or plan is None:
+        return frozenset()
+    old = state.layouts.get(state.probed_in.get(event.step, 0), plan.resume.layout)
+    if old is None:
+        return frozenset()
+    return frozenset(new_axes(plan.layout, old) + new_axes(old, plan.layout))
 
 
 def _other(state: State, event: Probed) -> bool:

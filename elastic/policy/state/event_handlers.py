@@ -171,7 +171,7 @@ def _losses_before(state: State, event: DriverStarted) -> dict[str, Any]:
     since."""
     if state.job.fingerprint != event.job.get(KEY):
         return {}
-    names = ("probes", "probed_in", "losses", "layouts")
+    names = ("probes", "probed_in", "compared", "losses", "layouts")
     return {name: getattr(state, name) for name in names}
 
 

@@ -239,8 +239,7 @@ class State:
     scores: Mapping[str, int] = field(default_factory=dict)  # pool -> placement score, 1 to 10
     # nodes whose torch rounds pinned buffers up to a power of two bytes
     pinned_rounded: frozenset[str] = frozenset()
-    # nodes whose host copies are in pageable memory -> why
-    unpinned: Mapping[str, str] = field(default_factory=dict)
+    unpinned: Mapping[str, str] = field(default_factory=dict)  # whose copies are pageable -> why
     warned: frozenset[str] = frozenset()  # nodes that the cloud said are likelier to be taken
     # nodes never prepared yet -> when they were asked for
     born: Mapping[str, float] = field(default_factory=dict)
@@ -265,6 +264,7 @@ class State:
     keeps_left: bool = False  # see DriverStarted
     spares_noticed: bool = False  # see DriverStarted
     counts_taken: bool = False  # see DriverStarted
+    trusts_compared: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
@@ -335,12 +335,12 @@ class State:
     phase_samples: tuple[SampleProfile | None, ...] = ()
     # pp, tp, cp, dp or `layout ...` -> why (see refused_layouts.py)
     unusable: Mapping[str, str] = field(default_factory=dict)
-    # generations of such layouts -> the step that they began from
-    astray: Mapping[int, int] = field(default_factory=dict)
+    astray: Mapping[int, int] = field(default_factory=dict)  # generation of one -> its first step
     probes: Mapping[int, float] = field(default_factory=dict)  # step -> loss of the probe sample
     probed_in: Mapping[int, int] = field(default_factory=dict)  # step -> generation that told it
     # step -> train_loss when it was done first, digest of its sample ids
     losses: Losses = field(default_factory=dict)
+    compared: frozenset[str] = frozenset()  # axes found right by a transition
     # generation -> its layout, also of the drivers before: what `probes` and `losses` are of
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     unrepeatable: str = ""  # why a step that is done again is not compared with what it was

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.policy.story import Story, orders, plan_of
 
+from elastic.policy.copies.recovery import unknown_axes
 from elastic.types import (
     Abort,
     Layout,
@@ -20,6 +21,7 @@ from elastic.types import (
     PlanEntered,
     Probed,
     Quiesced,
+    Resume,
     StepDone,
     WorkerId,
 )
@@ -94,3 +96,37 @@ def test_nor_is_dp_taken_where_nothing_would_tell_and_as_many_workers_need_it_no
     story.quiesced(plan, held)
     assert story.state.target is not None and story.state.target.layout == layout
     assert ("no dp: nothing is known at step 5" in story.decisions[-1].reason) is (not proven)
+
+
+@pytest.mark.parametrize("trusts", [True, False])
+def test_what_a_transition_has_compared_is_not_avoided_afterwards(trusts: bool) -> None:
+    """From dp_shard=2 to pp=3, whose probe sample has the same loss: neither dp nor pp is unknown
+    after it, wherever the run begins from next."""
+    story = Story(layout={2: "dp_shard=2", 3: "pp=3"})
+    story.state = replace(story.state, trusts_compared=trusts)
+    plan = story.running("a", "b")
+    story.tick(Probed(plan.generation, 0, 3.0))
+    story.steps(4)
+    story.tick(NodeReady(Node("c", "spot", 1)), NodePrepared("c"))
+    second = story.state.target
+    assert second is not None and second.layout == Layout(pp=3)
+    story.tick(Probed(plan.generation, 5, 2.5))
+    at_the_old = story.state.compared
+    story.tick(
+        *(Quiesced(worker, plan.generation, 5) for worker in plan.ranks),
+        Probed(second.generation, 5, 2.5, expected=2.5),
+        PlanEntered(second.generation, 5),
+    )
+    assert not at_the_old and story.state.compared == ({"dp", "pp"} if trusts else set())
+    from_copy = Resume("peer", 7, second.generation, second.layout)
+    unknown = unknown_axes(story.state, Layout(dp_shard=3), from_copy)
+    assert list(unknown) == ([] if trusts else ["dp"])
+    assert list(unknown_axes(story.state, Layout(tp=3), from_copy)) == ["tp"]
+
+
+def test_a_probe_that_differs_makes_no_axis_known() -> None:
+    story = Story(layout={2: "dp_shard=2", 3: "pp=3"})
+    plan = story.running("a", "b")
+    story.state = replace(story.state, trusts_compared=True)
+    story.tick(Probed(plan.generation, 0, 3.0), Probed(plan.generation, 0, 3.2, expected=3.0))
+    assert not story.state.compared

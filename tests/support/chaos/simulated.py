@@ -259,6 +259,7 @@ class Outliving(SimBackend):
             keeps_left=True,
             spares_noticed=True,
             counts_taken=True,
+            trusts_compared=True,
         )
         if not attaches:  # what has come since stands there, and nobody has prepared it
             self._out = [
@@ -434,7 +435,7 @@ def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Pla
         "random", 1, job, pools, MODEL, forms_ahead=backend.forms_ahead,
         leaves_out=backend.leaves_out, waits_to_save=True, blames_program=True,
         saves_again=True,
-        keeps_left=True, spares_noticed=True, counts_taken=True,
+        keeps_left=True, spares_noticed=True, counts_taken=True, trusts_compared=True,
     )  # fmt: skip
     while True:
         epoch = backend.n_died + 1
