@@ -138,6 +138,7 @@ def loaded_from(folder: str | Path, data: Mapping[str, Any], where: str) -> tupl
             f"{where}: {file.name} does not enter elastic.loop: what it trains is not known; a "
             "model of its size can be planned: elastic plan --model 1b --gpus H100:8"
         )
+    check_keys(data, file, where)  # said before the script is run
     return _loop_job(file, args, data, where=where)
 
 
@@ -174,7 +175,6 @@ def _loop_job(
     from elastic.worker.equivalence.draw_trial import with_notes
     from elastic.worker.loop.script_host import capture
 
-    check_keys(data, file, where)  # told before the script is run
     with redirect_stdout(stream or sys.stdout):
         program = with_notes(capture(file, args, _seed(data)))
     return _spec_of(program, file, args, data=data, where=where), program

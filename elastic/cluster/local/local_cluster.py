@@ -285,7 +285,7 @@ class _Nodes:
 
     def _fork_server(self) -> dict[str, Any]:
         """Starts it (-P: it imports nothing from the folder in which the user stands); what a node
-        is told of it. Nothing where there are GPUs: a fork beside CUDA was never tried."""
+        gets to know of it. Nothing where there are GPUs: a fork beside CUDA was never tried."""
         if visible_gpus():
             return {}
         subprocess.Popen(

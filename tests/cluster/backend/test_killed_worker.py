@@ -1,5 +1,5 @@
-"""What is told of a worker process that somebody has killed: who it was and by which signal; what it
-printed last is told as that, not as the cause."""
+"""What a run says of a worker process that somebody has killed: who it was and by which signal; what
+it printed last stands as that, not as the cause."""
 
 from __future__ import annotations
 

@@ -22,21 +22,23 @@ pytestmark = pytest.mark.slow
 CHAIN = [Layout(dp_shard=3), Layout(pp=4), Layout(pp=2, tp=2), Layout(dp_replicate=2, dp_shard=2)]
 
 
-def test_counts_follow_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
-    job = job_of("tiny_counting_steps.py", 4 * len(CHAIN))
-    steps = pass_through(pool, job, tmp_path, CHAIN, every=3)
+def follows_the_chain(pool: Pool, folder: Path, program: str, steps: int) -> list[float]:
+    """The losses of one process, which are those of the chain."""
+    job = job_of(program, steps)
+    done = pass_through(pool, job, folder, CHAIN, every=3)
     alone = train_alone(load_program(job["program"]), job, job["steps"])
-    assert {e.generation for e in steps} == {1, 2, 3, 4}
-    assert [e.train_loss for e in steps] == pytest.approx(alone, abs=1e-4)
+    assert {e.generation for e in done} == {1, 2, 3, 4}
+    assert [e.train_loss for e in done] == pytest.approx(alone, abs=1e-4)
+    return alone
+
+
+def test_counts_follow_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
+    alone = follows_the_chain(pool, tmp_path, "tiny_counting_steps.py", 4 * len(CHAIN))
     assert alone[-1] < alone[0] - 0.5
 
 
 def test_weights_that_are_kept_follow_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
-    job = job_of("tiny_lookahead.py", 5 * len(CHAIN))
-    steps = pass_through(pool, job, tmp_path, CHAIN, every=3)
-    alone = train_alone(load_program(job["program"]), job, job["steps"])
-    assert {e.generation for e in steps} == {1, 2, 3, 4}
-    assert [e.train_loss for e in steps] == pytest.approx(alone, abs=1e-4)
+    follows_the_chain(pool, tmp_path, "tiny_lookahead.py", 5 * len(CHAIN))
 
 
 @pytest.mark.e2e
