@@ -57,7 +57,7 @@ chaos: $(STAMP)  ## random jobs under random faults (SEED=n RUNS=k MINUTES=m of 
 bench: $(STAMP)  ## the benchmarks (hours; `--smoke` of each takes seconds)
 	@failed=; for bench in planner owners overhead copies reshard checkpoint recovery unequal sickness; do echo "tests/bench/$$bench.py"; $(BIN)/python tests/bench/$$bench.py --json || failed=1; done; [ -z "$$failed" ]
 
-race: $(STAMP)  ## race against Ray Train and torchrun (about 17 minutes; draws race.png)
+race: $(STAMP)  ## race against Ray Train, torchrun and a restarted script (about 25 minutes; draws race.png)
 	$(BIN)/python tests/bench/race.py --png race.png
 
 proven: $(STAMP)  ## certify this machine with and without Ray (10 minutes), then write docs/proven.md

@@ -1,5 +1,6 @@
-"""The same model, seed and data under elastic, Ray Train's elastic trainer and torchrun, one after
-the other, while the same things happen to their nodes at the same seconds after the first step.
+"""The same model, seed and data under elastic, as a script that elastic restarts, under Ray Train's
+elastic trainer and under torchrun, one after the other, while the same things happen to their nodes
+at the same seconds after the first step.
 
 preemptions: four workers, four preemptions (two kills without a word, two notices of ten seconds),
 each node replaced after a while; a fixed number of steps, a checkpoint every so many. events: the
@@ -290,14 +291,14 @@ def options() -> argparse.Namespace:
         "--contenders",
         nargs="+",
         choices=sorted(TITLES),
-        help="default: all, with --smoke elastic torchrun",
+        help="default: all, with --smoke elastic script torchrun",
     )
     parser.add_argument("--only", choices=sorted(TITLES), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.courses = given.courses or (["events"] if given.smoke else ["preemptions", "events"])
     given.contenders = given.contenders or (
-        ["elastic", "torchrun"] if given.smoke else ["elastic", "ray_train", "torchrun"]
+        ["elastic", "script", "torchrun"] if given.smoke else list(TITLES)
     )
     given.parts = given.courses
     return given

@@ -1,5 +1,5 @@
-"""The three ways through the race, each with its nodes on this machine: elastic, Ray Train,
-torchrun."""
+"""The ways through the race, each with its nodes on this machine: elastic, a script that elastic
+restarts, Ray Train, torchrun."""
 
 from __future__ import annotations
 
@@ -85,36 +85,27 @@ def environment() -> dict[str, str]:
     }
 
 
-@dataclass
-class Elastic:
-    folder: Path
-    length: Length
-    clock: Clock
-    usd_per_node_h: float
-    nodes: list[tuple[float, int]] = field(default_factory=list)
+def common(length: Length, usd_per_node_h: float) -> dict[str, Any]:
+    """Keys of both jobs of elastic: one on-demand node, the others spot."""
+    pool = {"usd_per_node_h": usd_per_node_h, "notice_s": 30}
+    return {
+        "name": "race", "min_workers": length.least, "budget_usd": 1e6, "pools": [
+            {"name": "spot", "market_type": "spot", "max_nodes": length.world - 1, **pool},
+            {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, **pool},
+        ],
+    }  # fmt: skip
 
-    def __post_init__(self) -> None:
-        world = self.length.world
-        layout = {n: f"dp_replicate={n}" if n > 1 else "dp_shard=1" for n in range(1, world + 1)}
-        pool = {"usd_per_node_h": self.usd_per_node_h, "notice_s": 30}
-        job = {
-            "name": "race", "program": str(JOB / "program.py"), "steps": self.length.steps,
-            "global_batch": 12, "seed": 1, "layout": layout, "min_workers": self.length.least,
-            "durable_every": self.length.save_every, "budget_usd": 1e6, "pools": [
-                {"name": "spot", "market_type": "spot", "max_nodes": world - 1, **pool},
-                {"name": "on-demand", "market_type": "on-demand", "max_nodes": 1, **pool},
-            ],
-        }  # fmt: skip
-        self.trial = Trial(self.folder, job, self.clock)
+
+class Drilled:
+    """What happens to the nodes of a run of elastic: drills, as a user would give them."""
+
+    trial: Trial
+    length: Length
+    nodes: list[tuple[float, int]]
 
     def start(self) -> None:
         counted(self.nodes, self.length.world)
         self.trial.start()
-
-    def done(self) -> int:
-        self.trial.look()
-        self.trial.trees[-1].look()
-        return max((step for _, step, _ in self.trial.steps), default=0)
 
     def ended(self) -> bool:
         return self.trial.process is not None and self.trial.process.poll() is not None
@@ -131,46 +122,72 @@ class Elastic:
     def add(self) -> None:
         self.trial.drill("add=spot")
 
-    def steps(self) -> Sequence[Done]:
-        """Also finds out when each node came and went."""
-        worlds: dict[int, int] = {}
-        found: list[Done] = []
-        for line in self.trial.lines():
-            for at_s, event in line.events:
-                if isinstance(event, StepDone):
-                    found.append(
-                        Done(
-                            event.generation,
-                            worlds[event.generation],
-                            event.step,
-                            at_s,
-                            event.train_loss,
-                        )
-                    )
-                elif isinstance(event, NodeLost) or (isinstance(event, NodeReady) and found):
-                    self.nodes.append(
-                        (at_s, self.nodes[-1][1] + (1 if isinstance(event, NodeReady) else -1))
-                    )
-            for action in line.decision.actions if line.decision else ():
-                if isinstance(action, EnterPlan):
-                    worlds[action.plan.generation] = len(action.plan.ranks)
-        last = next(
-            (i for i, done in enumerate(found) if done.step == self.length.steps), len(found) - 1
-        )
-        self.nodes = [entry for entry in self.nodes if entry[0] <= found[last].at_s]
-        return found[: last + 1]
-
     def end(self) -> None:
         self.trial.end()
 
     def words(self) -> str:
-        log = self.folder / "run.log"
+        log = self.trial.folder / "run.log"
         return log.read_text(errors="replace")[-WORDS:] if log.is_file() else ""
+
+    def came_and_went(self, steps: Sequence[Done]) -> Sequence[Done]:
+        """Notes when each node came and went, by the journal, until the last of the steps; returns
+        the steps until then."""
+        for line in self.trial.lines():
+            for at_s, event in line.events:
+                if isinstance(event, NodeLost) or (
+                    isinstance(event, NodeReady) and steps and at_s > steps[0].at_s
+                ):
+                    self.nodes.append(
+                        (at_s, self.nodes[-1][1] + (1 if isinstance(event, NodeReady) else -1))
+                    )
+        last = next(
+            (i for i, done in enumerate(steps) if done.step == self.length.steps), len(steps) - 1
+        )
+        self.nodes[:] = [entry for entry in self.nodes if entry[0] <= steps[last].at_s]
+        return steps[: last + 1]
+
+
+@dataclass
+class Elastic(Drilled):
+    folder: Path
+    length: Length
+    clock: Clock
+    usd_per_node_h: float
+    nodes: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        world = self.length.world
+        layout = {n: f"dp_replicate={n}" if n > 1 else "dp_shard=1" for n in range(1, world + 1)}
+        job = {
+            **common(self.length, self.usd_per_node_h), "program": str(JOB / "program.py"),
+            "steps": self.length.steps, "global_batch": 12, "seed": 1, "layout": layout,
+            "durable_every": self.length.save_every,
+        }  # fmt: skip
+        self.trial = Trial(self.folder, job, self.clock)
+
+    def done(self) -> int:
+        self.trial.look()
+        self.trial.trees[-1].look()
+        return max((step for _, step, _ in self.trial.steps), default=0)
+
+    def steps(self) -> Sequence[Done]:
+        worlds: dict[int, int] = {}
+        found: list[Done] = []
+        for line in self.trial.lines():
+            found += [
+                Done(event.generation, worlds[event.generation], event.step, at_s, event.train_loss)
+                for at_s, event in line.events
+                if isinstance(event, StepDone)
+            ]
+            for action in line.decision.actions if line.decision else ():
+                if isinstance(action, EnterPlan):
+                    worlds[action.plan.generation] = len(action.plan.ranks)
+        return self.came_and_went(found)
 
 
 @dataclass
 class Marked:
-    """What torchrun and Ray Train have in common: the lines that peer.py writes."""
+    """What all have in common that run peer.py: the lines that it writes."""
 
     folder: Path
     length: Length
@@ -336,11 +353,35 @@ class RayTrain(Marked):
             self.peer.process.wait()
 
 
+@dataclass
+class Script(Drilled, Marked):
+    """The file that torchrun runs, unchanged, under `elastic run --script`, which restarts it."""
+
+    usd_per_node_h: float = 0.0
+
+    def __post_init__(self) -> None:
+        script = (
+            "--script", str(JOB / "peer.py"), "--", str(self.folder), str(self.length.steps),
+            str(self.length.save_every),
+        )  # fmt: skip
+        job = {**common(self.length, self.usd_per_node_h), "program": None}
+        self.trial = Trial(self.folder, job, self.clock, script)
+
+    def done(self) -> int:
+        self.trial.trees[-1].look()
+        return super().done()
+
+    def steps(self) -> Sequence[Done]:
+        return self.came_and_went(super().steps())
+
+
 def contender(
     name: str, folder: Path, length: Length, clock: Clock, usd_per_node_h: float
 ) -> Contender:
     if name == "elastic":
         return Elastic(folder, length, clock, usd_per_node_h)
+    if name == "script":
+        return Script(folder, length, clock, usd_per_node_h=usd_per_node_h)
     kinds: dict[str, Callable[[Path, Length, Clock], Contender]] = {
         "ray_train": RayTrain,
         "torchrun": Torchrun,

@@ -157,7 +157,10 @@ ROWS = (
     "steps_redone", "{}"), ("dollars", "usd", "{:.3f}"), ("loss, mean of the last 20 steps",
     "final_loss", "{:.4f}"),
 )  # fmt: skip
-TITLES = {"elastic": "elastic", "ray_train": "Ray Train 2.60", "torchrun": "torchrun"}
+TITLES = {
+    "elastic": "elastic", "script": "elastic, script restarted", "ray_train": "Ray Train 2.60",
+    "torchrun": "torchrun",
+}  # fmt: skip
 
 
 def table(found: Mapping[str, Any], contenders: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from race_figures import TITLES, Race, groups
 
-COLORS = {"elastic": "#1e8449", "ray_train": "#2471a3", "torchrun": "#d98e04"}
+COLORS = {"elastic": "#1e8449", "script": "#8e44ad", "ray_train": "#2471a3", "torchrun": "#d98e04"}
 SMOOTH = 9  # steps of the running mean of the loss
 
 

@@ -120,8 +120,8 @@ class Tree:
 
 @dataclass
 class Trial:
-    """A job folder and its run, named `bench`. `job`: keys of job.yaml; `words`: more of the command
-    line."""
+    """A job folder and its run, named `bench`. `job`: keys of job.yaml, None = without this one;
+    `words`: more of the command line."""
 
     folder: Path
     job: Mapping[str, Any]
@@ -145,7 +145,8 @@ class Trial:
         """`elastic run`, for the first time or again."""
         job = self.folder / "job"
         job.mkdir(parents=True, exist_ok=True)
-        data = {"program": str(PROGRAM), "storage": str(self.folder / "runs"), **self.job}
+        defaults = {"program": str(PROGRAM), "storage": str(self.folder / "runs")}
+        data = {key: value for key, value in {**defaults, **self.job}.items() if value is not None}
         (job / "job.yaml").write_text(json.dumps(data))  # JSON is YAML
         environment = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
         with (self.folder / "run.log").open("ab") as log:
