@@ -59,6 +59,7 @@ SMOKES = (
     Smoke("spot_policy"),
     Smoke("reshard", long=True),
     Smoke("radosgw"),
+    Smoke("draws", without=("width_128_*", "width_256_*")),
     Smoke("owners", long=True),
     Smoke("copies", long=True),
     Smoke("planner_cpu", long=True),
