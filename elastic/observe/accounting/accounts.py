@@ -8,6 +8,7 @@ productive and 1/4 idle_remainder; a moment without any node is waiting_for_capa
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +46,10 @@ CATEGORIES = (
     "checkpoint_restore", "reshard", "wasted_progress", "waiting_for_capacity", "idle_remainder",
     "between_steps", "head_node", "not_running", "other",
 )  # fmt: skip
+
+
+OF_STEPS = ("productive", "data_loading", "copy")  # what a step's own time is booked as
+STEP_NUMBERS = 7 + len(OF_STEPS)
 
 
 @dataclass(frozen=True)
@@ -100,37 +105,62 @@ class _Amount:
 
     def taken(self) -> _Amount:
         """All of it; nothing is left."""
-        out = replace(self)
+        out = _Amount(self.seconds, self.gpu_s, self.usd, self.wall_s)
         self.seconds = self.gpu_s = self.usd = self.wall_s = 0.0
         return out
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that may still be rolled back."""
+    """A step that may still be rolled back: what was gathered while it ran, and which shares of
+    that are booked as OF_STEPS."""
 
     step: int
     tokens: int
     train_loss: float
-    parts: dict[str, _Amount]
+    gathered: _Amount
+    shares: tuple[float, ...]
 
 
-@dataclass
-class _Summed:
-    """The first `n` of the steps that may still be rolled back, added up: whoever asks again adds
-    only what was done since."""
+class _Steps:
+    """The oldest first, as plain numbers: a run of months has millions."""
 
-    n: int = 0
-    tokens: int = 0
-    parts: dict[str, _Amount] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._rows = array("d")
 
-    def through(self, steps: list[_Step]) -> None:
-        """Without the newest: the one after it may still take something off it."""
-        for step in steps[self.n : -1]:
-            self.tokens += step.tokens
-            for name, part in step.parts.items():
-                self.parts.setdefault(name, _Amount()).add(part)
-        self.n = max(0, len(steps) - 1)
+    def __len__(self) -> int:
+        return len(self._rows) // STEP_NUMBERS
+
+    def append(self, one: _Step) -> None:
+        paid = one.gathered
+        self._rows.extend(
+            (one.step, one.tokens, one.train_loss, paid.seconds, paid.gpu_s, paid.usd, paid.wall_s,
+            *one.shares)
+        )  # fmt: skip
+
+    @property
+    def newest(self) -> _Step | None:
+        if not self._rows:
+            return None
+        step, tokens, train_loss, seconds, gpu_s, usd, wall_s, *shares = self._rows[-STEP_NUMBERS:]
+        paid = _Amount(seconds, gpu_s, usd, wall_s)
+        return _Step(int(step), int(tokens), train_loss, paid, tuple(shares))
+
+    def drop_newest(self) -> None:
+        del self._rows[-STEP_NUMBERS:]
+
+    def drop_oldest(self, n: int) -> None:
+        del self._rows[: n * STEP_NUMBERS]
+
+
+@dataclass(slots=True)
+class _Paid:
+    """Machines whose time has one place: their GPUs, the share of all, and what they cost."""
+
+    place: _Amount
+    gpus: int = 0
+    share: float = 0.0
+    usd_per_s: float = 0.0
 
 
 @dataclass
@@ -155,17 +185,16 @@ class Books:
     wait_away: _Amount = field(default_factory=_Amount)  # the same, while storage was
     away_since_s: float | None = None
     away_s: float = 0.0
-    steps: list[_Step] = field(default_factory=list)
-    tokens: int = 0  # of steps that are no more in `steps`
+    steps: _Steps = field(default_factory=_Steps)
+    tokens: int = 0
     carry_s: float = 0.0
     stall_s: float = 0.0
     # category of a slow first step: of the step to come, of the last one
     first_of: tuple[str, str] = ("", "")
     timing: TransitionTimes = field(default_factory=TransitionTimes)
     checks: LossChecks = field(default_factory=LossChecks)
-    summed: _Summed = field(default_factory=_Summed)
     # what _paid has found, and from what
-    _places: tuple[Any, list[tuple[str, int, int, _Amount]]] | None = None
+    _places: tuple[Any, list[_Paid]] | None = None
 
     # ----------------------------------------------------------------------------------------- time
 
@@ -181,29 +210,29 @@ class Books:
         paid = self._paid()
         if not paid:
             self.sums["waiting_for_capacity"].add(_Amount(passed_s, wall_s=passed_s))
-            return
-        prices = {pool.name: pool.usd_per_node_h for pool in state.pools}
-        n_gpus = max(1, sum(gpus for _, _, gpus, _ in paid))
-        touched: dict[int, _Amount] = {}
-        for pool, n_machines, gpus, place in paid:
-            usd = passed_s * n_machines * prices.get(pool, 0.0) / 3600
-            place.add(_Amount(passed_s * gpus / n_gpus, passed_s * gpus, usd))
-            touched[id(place)] = place
-        for place in touched.values():
+        for one in paid:
+            place = one.place
+            place.seconds += passed_s * one.share
+            place.gpu_s += passed_s * one.gpus
+            place.usd += passed_s * one.usd_per_s
             place.wall_s += passed_s
 
-    def _paid(self) -> list[tuple[str, int, int, _Amount]]:
-        """Pool, number and GPUs of the machines that are paid for, by the place of their time. Most
-        lines change none of that: with hundreds of nodes it is not looked for again."""
-        state = self.state
-        seen = (state.nodes, state.instances, state.plan, state.target, self.away_since_s is None)
-        known = self._places
+    def _paid(self) -> list[_Paid]:
+        """Most lines change none of that: with hundreds of nodes it is not looked for again."""
+        state, known = self.state, self._places
+        seen = (state.nodes, state.instances, state.plan, state.target, self.away_since_s is None,
+                state.pools)  # fmt: skip
         if known is None or any(a is not b for a, b in zip(known[0], seen, strict=True)):
+            prices = {pool.name: pool.usd_per_node_h for pool in state.pools}
+            found: dict[int, _Paid] = {}
             machines = [(node.pool, node.gpus, self._place(node)) for node in state.alive]
-            found: dict[tuple[str, int], tuple[str, int, int, _Amount]] = {}
             for pool, gpus, place in [*machines, *self._no_nodes()]:
-                _, n, n_gpus, _ = found.get((pool, id(place)), (pool, 0, 0, place))
-                found[pool, id(place)] = (pool, n + 1, n_gpus + gpus, place)
+                one = found.setdefault(id(place), _Paid(place))
+                one.gpus += gpus
+                one.usd_per_s += prices.get(pool, 0.0) / 3600
+            n_gpus = max(1, sum(one.gpus for one in found.values()))
+            for one in found.values():
+                one.share = one.gpus / n_gpus
             known = self._places = (seen, list(found.values()))
         return known[1]
 
@@ -325,7 +354,7 @@ class Books:
 
     def _step(self, event: StepDone, at_s: float) -> None:
         gathered = self.group.taken()
-        parts = {name: _Amount() for name in ("productive", "data_loading", "copy")}
+        shares: tuple[float, ...] = (0.0, 0.0, 0.0)
         if gathered.wall_s > 0:
             owed_s = event.step_time_s + self.carry_s
             step_s = min(gathered.wall_s, owed_s)
@@ -335,37 +364,38 @@ class Books:
             copy_s = min(event.copy_s, step_s - data_s)
             save_s = min(self.stall_s, gathered.wall_s - step_s)
             self.stall_s = 0.0
-            parts["data_loading"].add(gathered, data_s / gathered.wall_s)
-            parts["copy"].add(gathered, copy_s / gathered.wall_s)
-            parts["productive"].add(gathered, (step_s - data_s - copy_s) / gathered.wall_s)
+            own_s = step_s - data_s - copy_s
+            shares = tuple(part_s / gathered.wall_s for part_s in (own_s, data_s, copy_s))
             self.sums["checkpoint_save"].add(gathered, save_s / gathered.wall_s)
             rest_s = max(0.0, gathered.wall_s - step_s - save_s)
             self.sums["between_steps"].add(gathered, rest_s / gathered.wall_s)
-        self._take_off_first(parts["productive"].wall_s)
-        self.steps.append(_Step(event.step, event.tokens, event.train_loss, parts))
-        if self.keeps and len(self.steps) > 2 * self.keeps:
-            self._book_for_good(self.steps[: -self.keeps])
+        self._take_off_first(gathered.wall_s * shares[0])
+        one = _Step(event.step, event.tokens, event.train_loss, gathered, shares)
+        self._book(one)
+        self.steps.append(one)
+        if self.keeps and len(self.steps) > 2 * self.keeps:  # no recovery goes back so far
+            self.steps.drop_oldest(len(self.steps) - self.keeps)
         self.timing.step(event, at_s, self.state.first_started_at_s)
 
-    def _book_for_good(self, steps: list[_Step]) -> None:
-        """The oldest ones: no recovery goes back so far."""
-        for step in steps:
-            self.tokens += step.tokens
-            for name, part in step.parts.items():
-                self.sums[name].add(part)
-        del self.steps[: len(steps)]
-        self.summed = _Summed()
+    def _book(self, one: _Step, sign: int = 1) -> None:
+        """-1: it is undone."""
+        self.tokens += sign * one.tokens
+        for name, share in zip(OF_STEPS, one.shares, strict=True):
+            self.sums[name].add(one.gathered, sign * share)
 
     def _take_off_first(self, second_s: float) -> None:
         """The first step of a generation also builds and compiles: what it took above the second is
         not progress."""
         to_come, of_last = self.first_of
-        if of_last and not to_come and self.steps:
-            first = self.steps[-1].parts["productive"]
-            if first.wall_s > second_s:
-                share = 1 - second_s / first.wall_s
-                self.sums[of_last].add(first, share)
-                first.add(replace(first), -share)
+        first = self.steps.newest if of_last and not to_come else None
+        if first is not None:
+            own, *others = first.shares
+            most = second_s / first.gathered.wall_s if first.gathered.wall_s > 0 else own
+            if own > most:
+                self.sums[of_last].add(first.gathered, own - most)
+                self.sums["productive"].add(first.gathered, most - own)
+                self.steps.drop_newest()
+                self.steps.append(replace(first, shares=(most, *others)))
         self.first_of = ("", to_come)
 
     def _entered(self, event: PlanEntered, at_s: float) -> None:
@@ -374,13 +404,10 @@ class Books:
         if target is None or event.generation != target.generation:
             return
         self.sums["reshard"].add(self.group.taken())
-        lost = [step for step in self.steps if step.step > event.step]
-        for step in lost:
-            for part in step.parts.values():
-                self.sums["wasted_progress"].add(part)
-        if lost:
-            del self.steps[len(self.steps) - len(lost) :]
-            self.summed = _Summed()
+        while (last := self.steps.newest) is not None and last.step > event.step:
+            self._book(last, -1)
+            self.sums["wasted_progress"].add(last.gathered, sum(last.shares))
+            self.steps.drop_newest()
         self.aborted, self.carry_s = False, 0.0
         self.first_of = (_entering(target), "")
         self.timing.entered(target, event, self.state.step, at_s=at_s)
@@ -419,7 +446,8 @@ class Books:
         self.aborted = True
 
     def _close_group(self) -> None:
-        last = bool(self.steps) and self.steps[-1].step >= self.state.steps > 0
+        newest = self.steps.newest
+        last = newest is not None and newest.step >= self.state.steps > 0
         saving = last or self.state.quiescing is not None
         self.sums["checkpoint_save" if saving else "other"].add(self.group.taken())
         self._waited("waiting_for_capacity")
@@ -445,25 +473,19 @@ class Books:
         """The account as it stands; a run that continues has its open time in `other`."""
         self._close_group()
         self.timing.close(None)
-        sums = {name: replace(amount) for name, amount in self.sums.items()}
-        self.summed.through(self.steps)
-        newest = self.steps[-1:]
-        for parts in (self.summed.parts, *(step.parts for step in newest)):
-            for name, part in parts.items():
-                sums[name].add(part)
+        sums, newest = self.sums, self.steps.newest
         gpu_s = sum(amount.gpu_s for amount in sums.values())
         wall_s = sum(amount.seconds for amount in sums.values())
         running_s = wall_s - sums["not_running"].seconds
-        tokens = self.tokens + self.summed.tokens + sum(step.tokens for step in newest)
         totals = Totals(
             wall_s=wall_s,
             gpu_seconds=gpu_s,
             usd=sum(amount.usd for amount in sums.values()),
             goodput=sums["productive"].gpu_s / gpu_s if gpu_s else 0.0,
-            steps=self.steps[-1].step if self.steps else 0,
-            tokens=tokens,
-            tokens_per_s=tokens / running_s if running_s else 0.0,
-            final_loss=self.steps[-1].train_loss if self.steps else None,
+            steps=newest.step if newest else 0,
+            tokens=self.tokens,
+            tokens_per_s=self.tokens / running_s if running_s else 0.0,
+            final_loss=newest.train_loss if newest else None,
             launch_to_first_step_s=self.timing.launch_to_first_step_s,
             storage_away_s=self.away_s
             + (
@@ -473,9 +495,9 @@ class Books:
             ),
         )
         return Account(
-            {name: amount.seconds for name, amount in sums.items()},
+            {name: max(0.0, amount.seconds) for name, amount in sums.items()},
             {name: max(0.0, amount.gpu_s) for name, amount in sums.items()},
-            {name: amount.usd for name, amount in sums.items()},
+            {name: max(0.0, amount.usd) for name, amount in sums.items()},
             self._transitions(),
             totals,
         )
