@@ -99,7 +99,7 @@ class Trial:
     def watch(self, module: nn.Module, n_rows: int) -> None:
         """From now on, in the body: calls of the model, and what is drawn beside them."""
         if self.first is None:
-            self._stack.enter_context(StaysOnMeta())
+            self._stack.enter_context(StaysOnMeta())  # type: ignore[no-untyped-call]
         self._stack.enter_context(ModelCalls(n_rows, self._called).of(module))
         self._stack.enter_context(DrawOperations(self._drawn))
 
