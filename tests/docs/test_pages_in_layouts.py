@@ -88,7 +88,7 @@ def adapters(folder: Path) -> None:
     """models.md: adapters on the model of huggingface.md."""
     own = block("models.md", "python", 1)
     (folder / "program.py").write_text(
-        f"{block('huggingface.md', 'python', 1)}\nbase_program = program\n{own}"
+        f"{block('huggingface.md', 'python', 2)}\nbase_program = program\n{own}"
     )
 
 
