@@ -80,8 +80,8 @@ class LostContact(ElasticError):
 
 class Interrupted(SystemExit):
     """A signal has asked this process to end: before the loop of a run heard of it whatever was
-    started is taken down; out of `fit()` the run is saved. The exit code is 128 + its number, as a
-    shell has it."""
+    started is taken down; out of `fit()` and `elastic.run` the run is saved. The exit code is 128 +
+    its number, as a shell has it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)

@@ -75,6 +75,11 @@ def init(asked: NewJob) -> Written:
         raise SpecError(f"--kind {asked.kind}: must be one of {', '.join(KINDS)}")
     if asked.place not in PLACES:
         raise SpecError(f"--on {asked.place}: must be one of {', '.join(PLACES)}")
+    if asked.cluster in PLACES:
+        raise SpecError(
+            f"--cluster {asked.cluster}: that is where it runs, not a file; write --on "
+            f"{asked.cluster}, and --cluster FILE where the file is to have a name of its own"
+        )
     folder = Path(asked.folder)
     name = folder.resolve().name.lower().replace("_", "-")
     if not NAME.fullmatch(name):

@@ -4,15 +4,13 @@ translates its types."""
 from __future__ import annotations
 
 import inspect
-import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.api.checkpoint_actions import Import, import_into
-from elastic.api.running.entry import run_train_function
+from elastic.api.running.entry import not_interrupted, run_train_function
 from elastic.api.running.options import RUN_NAME, Options, ray_address
 from elastic.api.running.program_file import file_of
 from elastic.api.running.run import Result, run_job
@@ -20,7 +18,7 @@ from elastic.api.running.start_checks import check_keys, check_storage
 from elastic.config.data_section import DataSpec
 from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
 from elastic.config.script import enters_loop
-from elastic.errors import OF_ITS_USER, Interrupted, SpecError, known_keywords
+from elastic.errors import OF_ITS_USER, SpecError, known_keywords
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.metrics.metrics_files import OnStep
@@ -165,14 +163,7 @@ class ElasticTrainer:
             else:
                 check_storage(data.get("storage"), name)
                 result = run_job(self._prepared(job_of(data, self._file, WHERE), run), options)
-        if result.outcome == "stopped":
-            lines = find_runs.stopped_lines(name, result.reason, words, naming=naming)
-            print(lines, end="", file=sys.stderr, flush=True)
-        if result.signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        if result.signal:
-            raise Interrupted(result.signal)
-        return self._told(result, run)
+        return self._told(not_interrupted(result, words, naming=naming), run)
 
     def _job(self, on_cluster: bool) -> dict[str, Any]:
         """The job's keys with those of the configurations. Raises SpecError where the two

@@ -30,7 +30,7 @@ def fingerprint(
     tells another one."""
     keys = job.plain()
     found = {
-        "program": _code(Path(program)),
+        "program": code_digest(Path(program)),
         "n_samples": n_samples,
         "data.train": job.data.train,
         **{key: keys[key] for key in JOB_KEYS},
@@ -118,7 +118,7 @@ def _decay(job: Job) -> str | None:
     return f"{begin} to {begin + length}"
 
 
-def _code(program: Path) -> str:
+def code_digest(program: Path) -> str:
     """Of the syntax tree: comments and layout may change."""
     try:
         return _digest(ast.dump(ast.parse(program.read_text())))

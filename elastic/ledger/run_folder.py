@@ -161,6 +161,11 @@ class RunFolder:
         found = self._found(known)
         return found.parts, found.text
 
+    def newest(self) -> list[Line]:
+        """Of the journal the newest State and the lines since: how the run is now. [] = there is
+        none. Raises JournalDamaged."""
+        return self._found().newest() if self.exists() else []
+
     def age_s(self) -> float:
         """Seconds since the journal was last written; between clocks of two machines only as good
         as they are."""

@@ -100,6 +100,7 @@ def test_five_questions_and_none_whose_answer_was_given() -> None:
     [
         (NewJob("job", "poem"), "--kind poem: must be one of module"),
         (NewJob("job", "module", "moon"), "--on moon: must be one of aws"),
+        (NewJob("job", cluster="aws"), "--cluster aws: that is where it runs, not a file; write"),
         (NewJob("a job!"), "a cluster cannot be called"),
     ],
 )

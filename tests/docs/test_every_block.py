@@ -89,6 +89,7 @@ OTHERS = {
     "huggingface.md": {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
         "import torch": "docs/test_ways_in.py::test_the_trainer_of_the_page_trains",
+        "with FileLock": "worker/loop/test_before_the_trainer.py::test_what_the_page_keeps_is_made_once",
         "+import elastic": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
     },
     "install.md": {

@@ -88,7 +88,7 @@ def adapters(folder: Path) -> None:
     """models.md: adapters on the model of huggingface.md."""
     own = block("models.md", "python", 1)
     (folder / "program.py").write_text(
-        f"{block('huggingface.md', 'python', 1)}\nbase_program = program\n{own}"
+        f"{block('huggingface.md', 'python', 2)}\nbase_program = program\n{own}"
     )
 
 
@@ -103,7 +103,7 @@ ALL = ("dp", "tp", "cp", "pp")
 PROMISED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "README.md": (readme, ALL),
     "program.md": (page("program.md"), ("dp", "tp", "pp")),
-    "huggingface.md": (page("huggingface.md", 1), ALL),
+    "huggingface.md": (page("huggingface.md", 2), ALL),
     "layouts.md": (page("layouts.md", 1), ("dp", "cp", "pp")),
     "layouts.md, tp": (plan_of_layouts, ALL),
     "data.md": (data, ALL),

@@ -4,6 +4,7 @@ changed live where it enters `elastic.loop`, started over where it does not.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -19,7 +20,7 @@ from elastic.api.running.run import Result, run_job
 from elastic.api.running.start_checks import BY_SET, check_first, check_keys
 from elastic.config.job import JobSpec, folder_job, job_data, job_of, overridden
 from elastic.config.script import check_starts_nothing, enters_loop, leaves_out, script_file
-from elastic.errors import OF_ITS_USER, SpecError
+from elastic.errors import OF_ITS_USER, Interrupted, SpecError
 from elastic.observe import find_runs
 from elastic.observe.metrics.metrics_files import OnStep
 from elastic.observe.terminal import start_line
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 NEEDED = ("steps", "global_batch")  # keys that a job cannot do without
 
 
-@plainly(*OF_ITS_USER)
+@plainly(*OF_ITS_USER, KeyboardInterrupt)
 def run(
     program: str | Path | Program,
     job: str | Path | Mapping[str, Any] | None = None,
@@ -44,8 +45,10 @@ def run(
 
     `on_step` is called with the numbers of each step (as `options.on_step`).
     `program`: a job folder; or a Program that stands in a file as `program` (workers import that
-    file), with `job` as a mapping of the keys of job.yaml or as a job folder. Raises SpecError
-    where the input is wrong.
+    file), with `job` as a mapping of the keys of job.yaml or as a job folder. A run that fails, or
+    that `elastic stop`, its budget or its deadline stops, returns, as `Result.outcome` says. Raises
+    SpecError where the input is wrong; KeyboardInterrupt after Ctrl-C and SystemExit after SIGTERM,
+    once the run is saved.
     """
     options = options or Options()
     if on_step is not None:
@@ -54,14 +57,31 @@ def run(
         result = run_folder(program, options)
     else:
         result = run_job(job_given(program, job, options), options)
-    if result.outcome == "stopped" and not options.words:  # else whoever has typed them says it
-        known = f"give elastic.Options(run_name='{result.run}')" if not options.run_name else ""
-        words = find_runs.python_words()
-        lines = find_runs.stopped_lines(result.run, result.reason, words, naming=known)
+    return _ended(result, options)
+
+
+def _ended(result: Result, options: Options) -> Result:
+    if options.words:  # whoever has typed them is told how it ended by the command, and its code
+        return result
+    naming = "" if options.run_name else f"give elastic.Options(run_name='{result.run}')"
+    return not_interrupted(result, find_runs.python_words(), naming=naming)
+
+
+def not_interrupted(result: Result, words: Sequence[str], *, naming: str) -> Result:
+    """The result, for a caller in Python, which goes on behind it. `words`, `naming`: as
+    `stopped_lines` tells how a run that was stopped is resumed. Raises what the signal that has
+    stopped it raises where nobody handles it: KeyboardInterrupt, or Interrupted."""
+    if result.outcome == "stopped":
+        lines = find_runs.stopped_lines(result.run, result.reason, words, naming=naming)
         print(lines, end="", file=sys.stderr, flush=True)
+    if result.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    if result.signal:
+        raise Interrupted(result.signal)
     return result
 
 
+@plainly(*OF_ITS_USER, KeyboardInterrupt)
 def run_script(
     script: str | Path,
     args: Sequence[str] = (),
@@ -70,12 +90,12 @@ def run_script(
     options: Options | None = None,
 ) -> Result:
     """Run `script` with the arguments `args` to its end; `job`: a folder with a job.yaml (and no
-    program). Raises SpecError."""
+    program). Returns and raises as `run`."""
     options = options or Options()
     file = script_file(script)
     check_starts_nothing(file)
     data, where = keys_beside(file, job, options.overrides)
-    return run_file(file, args, data, where=where, options=options)
+    return _ended(run_file(file, args, data, where=where, options=options), options)
 
 
 def keys_beside(

@@ -20,7 +20,13 @@ from elastic.api.running.layout_question import LayoutCheck, asked_of, check_ope
 from elastic.api.running.local_pools import adapted
 from elastic.api.running.observers import Observers, check_port
 from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
-from elastic.api.running.start_checks import check_drill, check_storage, keys_in, paid_until_s
+from elastic.api.running.start_checks import (
+    check_drill,
+    check_program_not_done,
+    check_storage,
+    keys_in,
+    paid_until_s,
+)
 from elastic.api.show_dashboard import DashboardBeside
 from elastic.config.fingerprint import fingerprint
 from elastic.config.job import JobSpec
@@ -147,17 +153,19 @@ class JobRun:
         self.name = name
         check_port(options.metrics_port, {"metrics_port": spec.metrics_port})
         check_storage(spec.storage, name)
-        with self._phase("the program was read"):
-            self._load(program)
         self.place = RunFolder.of(
             open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}")
         )
+        with self._phase("the program was read"):
+            self._load(program)
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(options.stream) if options.show else None
         self._cut: JournalCut | None = None
         self._damaged: tuple[CopyDamaged, ...] = ()  # copies whose markers cannot be read
 
     def _load(self, program: Program | None) -> None:
+        if program is None and self.options.run_name and not self.options.from_checkpoint:
+            check_program_not_done(self.place, self.spec.steps)
         self.program = program or load_program(self.spec.program)
 
     def _out(self) -> TextIO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +18,12 @@ from elastic.api.running.observers import check_port
 from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
 from elastic.catalog.validation import first_problem
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
-from elastic.config.fingerprint import KEY, differences
+from elastic.config.fingerprint import KEY, code_digest, differences
 from elastic.config.job import JobSpec, job_of
 from elastic.config.key_names import STORED, stored_keys
 from elastic.config.pool_checks import check_fit
-from elastic.errors import SpecError
+from elastic.driver import restored
+from elastic.errors import ElasticError, SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
@@ -30,11 +32,17 @@ from elastic.storage.local import LocalStorage
 from elastic.text import n_of
 from elastic.types import DriverStarted, Pool, Stop, WorkerFailed
 from elastic.types.typed_job import IN_JOB
-from elastic.worker.hosting.resume_checks import found_copies, other_values, writable
+from elastic.worker.hosting.resume_checks import (
+    check_not_done,
+    found_copies,
+    other_values,
+    writable,
+)
 
 LEAST = {"steps": 1, "global_batch": 1_000_000}  # what a job must have; a script may say it later
 # what JobSpec.where says of a job that no job.yaml describes
 BY_SET, IN_PYTHON, IN_A_MAPPING = "--set", "ElasticTrainer(", "job"
+SETTINGS = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
 OF_A_SCRIPT = "epochs"  # is no key of a job's own
 # keys that say where a job could run
 OF_THE_POOLS = (
@@ -51,9 +59,9 @@ def check_first(
     settled: Callable[[str], bool],
     args: Sequence[str] = (),
 ) -> None:
-    """What can be said of a job before its script is run, which takes long. `data`: its keys as
-    they were given, which count before those that the script gives; `settled`: the script does not
-    give that one; `args`: of the script. Raises SpecError."""
+    """What can be said of a job before its script is run, which takes long; that its run is done,
+    too. `data`: its keys as they were given, which count before those that the script gives;
+    `settled`: the script does not give that one; `args`: of the script. Raises SpecError."""
     check_keys(data, file, where)
     check_port(options.metrics_port, data)
     if options.run_name is not None:
@@ -68,24 +76,81 @@ def check_first(
         check_drill(spec.drill, pools, embedded=address is None)
     if data.get("storage") is not None or settled("storage"):
         check_storage(data.get("storage"), options.run_name or "")
-        check_args(args, data, options)
+        if options.run_name is not None and not options.from_checkpoint:
+            root = find_runs.storage_uri(data.get("storage") or default_storage())
+            place = RunFolder.of(open_storage(f"{root}/{options.run_name}"))
+            if not options.allow_changed:
+                check_args(args, place)
+            _check_not_done(file, args, data, place=place, options=options)
 
 
-def check_args(args: Sequence[str], data: Mapping[str, Any], options: Options) -> None:
-    """Raises SpecError where the run of that name has checkpoints of a script with other arguments:
-    told before it is run with these."""
-    if options.run_name is None or options.allow_changed or options.from_checkpoint:
-        return
-    root = find_runs.storage_uri(data.get("storage") or default_storage())
-    place, now = RunFolder.of(open_storage(f"{root}/{options.run_name}")), {"args": list(args)}
+def check_args(args: Sequence[str], place: RunFolder) -> None:
+    """Raises SpecError where the run there has checkpoints of a script with other arguments: told
+    before it is run with these."""
     stored = found_copies(place.storage).meta.get(KEY) or {}
-    if "args" not in stored or not differences({"args": stored["args"]}, now):
+    if not _changed(stored, args=list(args)):
         return
     # a driver since may have had others, and have stored nothing
     started = [e for line in place.lines() for _, e in line.events if isinstance(e, DriverStarted)]
     was = (started[-1].job.get(KEY) or stored) if started else stored
-    if "args" in was and (changed := differences({"args": was["args"]}, now)):
-        raise other_values(options.run_name, changed)
+    if changed := _changed(was, args=list(args)):
+        raise other_values(place.name, changed)
+
+
+def _changed(was: Mapping[str, Any], **now: Any) -> str:
+    """What of it is another now; what it does not know is not compared."""
+    return differences(was, {**was, **now})  # all of it: the digests of secrets follow from that
+
+
+def _check_not_done(
+    file: Path, args: Sequence[str], data: Mapping[str, Any], *, place: RunFolder, options: Options
+) -> None:
+    """Raises SpecError where the run there has done all steps that this one will ask for: those of
+    its keys, or, where its script says them, the steps of before while the script, its arguments
+    and the settings in files are those of before."""
+    saved = _finished_at(place)
+    if not saved or OF_A_SCRIPT in data:  # what epochs mean only the script knows
+        return
+    steps = data.get("steps")
+    if steps is not None:
+        check_not_done(place.name, int(steps), saved, succeeded=True, script=file.is_file())
+    elif not options.allow_changed and _unchanged(file, args, place):
+        elsewhere = "; where its steps come from elsewhere, --allow-changed runs the script to see"
+        check_not_done(
+            place.name, saved, saved, succeeded=True, script=True, further=elsewhere
+        )  # fmt: skip
+
+
+def check_program_not_done(place: RunFolder, steps: int) -> None:
+    """Raises SpecError where the run there has done all of its steps: told before its program is
+    read."""
+    if saved := _finished_at(place):
+        check_not_done(place.name, steps, saved, succeeded=True)
+
+
+def _finished_at(place: RunFolder) -> int:
+    """The last step of a run that has succeeded; 0 = it has not, or that is found out later."""
+    try:
+        lines = place.newest()
+        last = next((line.decision for line in reversed(lines) if line.decision is not None), None)
+        if last is None or not any(isinstance(action, Stop) for action in last.actions):
+            return 0
+        state = restored(lines)
+    except ElasticError:  # the run tells it, and what to do about it
+        return 0
+    return state.saved_step if state is not None and state.phase == "succeeded" else 0
+
+
+def _unchanged(file: Path, args: Sequence[str], place: RunFolder) -> bool:
+    """Since the run there has ended: the script, its arguments, and the files of settings beside it
+    or among the arguments."""
+    stored = found_copies(place.storage).meta.get(KEY) or {}
+    if not stored or _changed(stored, args=list(args), program=code_digest(file)):
+        return False
+    beside = [str(path) for path in file.parent.iterdir() if path.suffix in SETTINGS]
+    read = [*beside, *(word.rpartition("=")[2] for word in args)]
+    ended_s = time.time() - place.age_s()
+    return all(os.path.getmtime(path) <= ended_s for path in read if os.path.isfile(path))
 
 
 def check_keys(data: Mapping[str, Any], file: Path, where: str) -> None:

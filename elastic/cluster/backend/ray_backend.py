@@ -33,11 +33,18 @@ from elastic.cluster.notices.notice_watchers import drain_in_ray
 from elastic.cluster.workers.admission_links import Entrance
 from elastic.cluster.workers.output import LastWords, calls_file, last_words
 from elastic.cluster.workers.worker_actor import WorkerSetup
-from elastic.cluster.workers.worker_group import BrokenWorker, Placement, PollAnswer, WorkerGroup
+from elastic.cluster.workers.worker_group import (
+    UNTOLD,
+    BrokenWorker,
+    Placement,
+    PollAnswer,
+    WorkerGroup,
+)
 from elastic.errors import SpecError
 from elastic.ledger.lease import Lease
 from elastic.policy.state.newest_steps import digested
 from elastic.storage import open_storage
+from elastic.text import memory_size
 from elastic.types import (
     DrainNode,
     DropGroups,
@@ -46,6 +53,7 @@ from elastic.types import (
     GroupsFormed,
     Job,
     Node,
+    NodeLoadSeen,
     NodeLost,
     NodePrepared,
     NodeReady,
@@ -85,6 +93,7 @@ class RayBackend(HostingBackend):
     show: Callable[[str], None] | None = None
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     provider: NodeProvider = field(init=False)
+    _loads: dict[str, NodeLoadSeen] = field(init=False, default_factory=dict)  # of each the newest
     _stopped: bool = field(init=False, default=False)  # a Stop is carried out
 
     def __post_init__(self) -> None:
@@ -293,6 +302,8 @@ class RayBackend(HostingBackend):
         if isinstance(event, StepDone):
             self.copies.digests = digested(self.copies.digests, event)
             return self._drilled(self.drilling.at_step(event.step, self._plan, self.now_s()))
+        if isinstance(event, NodeLoadSeen):
+            self._loads[event.node_id] = event
         if isinstance(event, GroupsFormed) and event.error:
             self.stores.not_formed()
         if isinstance(event, WorkerFailed):
@@ -317,6 +328,8 @@ class RayBackend(HostingBackend):
         unlike = MISMATCH in words.crash
         found = self._mismatch(worker, broken.pid, words.crash) if unlike else []
         known = self._killed(worker, broken.pid) or broken.error
+        if UNTOLD in known and not words.crash:
+            known += self._like(worker.node_id)
         self._end([worker])
         ray_id = self.provider.ray_id(worker.node_id)
         why = self.survey.check(ray_id) if ray_id else ""
@@ -366,6 +379,18 @@ class RayBackend(HostingBackend):
         rank = f" (rank {ranks.index(worker)})" if worker in ranks else ""
         name = next((f" ({one.name})" for one in signal.Signals if one == number), "")
         return f"its process{rank} was killed by signal {number}{name}"
+
+    def _like(self, node_id: str) -> str:
+        """What ends a process so that nobody is told of it."""
+        text = (
+            ", as after SIGKILL by somebody or by the kernel's out-of-memory killer (dmesg on "
+            f"{node_id} names it), or after a crash"
+        )
+        load = self._loads.get(node_id)
+        if load is None:
+            return text
+        free, whole = memory_size(load.memory_free_bytes), memory_size(load.memory_size_bytes)
+        return f"{text}; its host had {free} of {whole} free when it was last looked at"
 
     def _arrivals(self) -> list[Event]:
         news = self.provider.news(self.survey.alive)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import signal
 import threading
 import time
@@ -46,6 +47,9 @@ STARTERS = 8  # actors that are made at once
 STARTERS_MOST_S = 90.0  # for those that are being made, at the end
 TEXT_MOST = 400
 EXIT_DETAIL = "Worker exit detail: "  # behind it Ray says what it knows of a process that is gone
+BROKEN_OFF, EXIT_CODE = "connection error code", re.compile(r"exits with an exit code (\d+)")
+TERMINATED = "The process receives a SIGTERM"
+UNTOLD = "neither exit code nor signal reached Ray"
 # orders of more workers, which grow with their number, go over the object store: once to each node
 SENT_EACH_MOST = 64
 
@@ -378,10 +382,9 @@ class WorkerGroup:
             if member is None:
                 return None
             self.forget(worker)
-            why = _short(error)
-            if isinstance(error, OutOfMemoryError):  # its own text lists all processes
-                why = "Ray's memory monitor killed it, since the host's memory was nearly used up"
-            return BrokenWorker(worker, "process", f"its process is gone: {why}", member.pid)
+            return BrokenWorker(
+                worker, "process", f"its process is gone: {_why(error)}", member.pid
+            )
         if not is_poll or member is None:
             return None
         messages = tuple(event for number, event in beat.messages if number > member.seen)
@@ -446,6 +449,19 @@ class WorkerGroup:
             thread.join(max(0.0, until_s - time.monotonic()))
         if end:
             self.end(self.workers())
+
+
+def _why(error: RayError) -> str:
+    """What Ray knows of the end of an actor's process."""
+    if isinstance(error, OutOfMemoryError):  # its own text lists all processes
+        return "Ray's memory monitor killed it, since the host's memory was nearly used up"
+    text = _short(error)
+    if BROKEN_OFF in text:  # whatever has ended it: a signal, a crash, os._exit
+        return UNTOLD
+    if TERMINATED in text:
+        return "it was sent SIGTERM"
+    code = EXIT_CODE.search(text)
+    return f"it exited with code {code[1]}" if code else text
 
 
 def _short(error: BaseException) -> str:

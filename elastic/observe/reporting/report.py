@@ -214,10 +214,13 @@ def transitions(found: Sequence[Transition]) -> list[str]:
 def spent(books: Account) -> list[str]:
     """A row per category that took anything."""
 
-    def row(name: str, share: str, *, gpu_s: float, wall_s: float, usd: float) -> tuple[str, ...]:
-        return name, f"{gpu_s:.1f}", share, f"{wall_s:.1f} s", f"{usd:.4f}"
-
     total_s, seconds, dollars = sum(books.gpu_seconds.values()), books.seconds, books.usd
+    priced = any(dollars.values())
+
+    def row(name: str, share: str, *, gpu_s: float, wall_s: float, usd: float) -> tuple[str, ...]:
+        shown = f"{usd:.4f}" if priced else "-"
+        return name, f"{gpu_s:.1f}", share, f"{wall_s:.1f} s", shown
+
     rows: list[tuple[str, ...]] = [("CATEGORY", "GPU-SECONDS", "SHARE", "WALL", "USD")]
     for name, gpu_s in books.gpu_seconds.items():
         if gpu_s >= 0.05 or seconds[name] >= 0.05 or dollars[name] >= 0.00005:
@@ -248,15 +251,12 @@ def _head(data: Mapping[str, Any], view: View) -> list[str]:
     def shown(name: str) -> str:
         return "-" if data[name] is None else f"{data[name]:.4f}"
 
+    cost = f"${data['usd']:.4f} by the pools' prices" if data["usd"] else "its pools have no price"
     rows = [
         ("run", f"{data['run']}: {data['outcome']} ({data['reason']})"),
         ("steps", _steps(data, view)),
         ("train_loss", f"{shown('final_loss')}   validation {shown('validation_loss')}"),
-        (
-            "goodput",
-            f"{100 * data['goodput']:.1f} % of paid GPU-seconds were productive; "
-            f"${data['usd']:.4f} by the pools' prices",
-        ),
+        ("goodput", f"{100 * data['goodput']:.1f} % of paid GPU-seconds were productive; {cost}"),
     ]
     if data["samples_exact"] is not None:
         exact = data["samples_exact"]

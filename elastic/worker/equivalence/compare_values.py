@@ -123,10 +123,15 @@ def sees_others(small: SmallCopy, batch: Batch) -> str:
     losses = _losses(small, [double(one) for one in (batch, *ones)], torch.float64)
     if not losses or math.isclose(losses[0], sum(losses[1:]), rel_tol=LOSS_AGREES):
         return ""
+    of_what = (
+        "a result depends on which samples stand beside it; compute each by itself, or say "
+        f"{small.program.anyway} to train on all the same"
+    )
+    if math.isclose(ROWS * losses[0], sum(losses[1:]), rel_tol=LOSS_AGREES):
+        of_what = "a mean, it seems; the loss must be the sum over the batch (reduction='sum')"
     return (
         f"the loss of {ROWS} samples is {losses[0]:.6g}, that of the same one by one "
-        f"{sum(losses[1:]):.6g}: a result depends on which samples stand beside it; compute each "
-        f"by itself, or say {small.program.anyway} to train on all the same"
+        f"{sum(losses[1:]):.6g}: {of_what}"
     )
 
 

@@ -89,10 +89,10 @@ def _copy(found: CheckpointInfo) -> Copy:
 
 
 def check_not_done(
-    run: str, steps: int, saved: int, *, succeeded: bool, script: bool = False
+    run: str, steps: int, saved: int, *, succeeded: bool, script: bool = False, further: str = ""
 ) -> None:
-    """`saved`: the step that the run would go on from; `script`: it enters elastic.loop. Raises
-    SpecError where it has nothing left to do."""
+    """`saved`: the step that the run would go on from; `script`: it enters elastic.loop; `further`:
+    what else may be done. Raises SpecError where it has nothing left to do."""
     if saved and (steps <= saved if succeeded else steps < saved):
         at = f"is at step {saved} of now {n_of(steps, 'step')}"
         at = f"is done ({n_of(saved, 'step')})" if succeeded else at
@@ -103,7 +103,7 @@ def check_not_done(
             )
         raise SpecError(
             f"run '{run}' {at}; {longer}; another --run-name (RunConfig(name=...)), or none, "
-            "starts over"
+            f"starts over{further}"
         )
 
 

@@ -19,7 +19,8 @@ PLACES: tuple[Any, ...] = (utils, utils.clip_grad)
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Meanwhile clipping parameters of which none has a gradient raises ProgramError."""
+    """Meanwhile clipping parameters of which none has a gradient, or those of `run.model`, raises
+    ProgramError."""
     before = {name: getattr(utils, name) for name in NAMES}
     for place in PLACES:
         for name, clip in before.items():
@@ -36,6 +37,11 @@ def _checked(name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(clip)
     def checked(parameters: torch.Tensor | Iterable[torch.Tensor], *how: Any, **more: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        if given and all(one.is_meta for one in given):  # those of run.model in the trial
+            raise ProgramError(
+                f"{name} clips the gradients of this rank alone: those of all ranks are summed in "
+                "run.step(); write run.step(clip_grad_norm=1.0) or the job's clip_grad_norm"
+            )
         if all(one.grad is None for one in given):
             raise ProgramError(
                 f"{name} finds no gradient, and so clips nothing: those of all ranks are summed in "

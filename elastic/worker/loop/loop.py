@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from elastic.config.job import loop_keys
+from elastic.data.batches import PAIR
 from elastic.errors import ProgramError, SpecError
 from elastic.models.blocks import blocks_of
 from elastic.models.huggingface import files_of
@@ -36,7 +37,7 @@ from elastic.worker.loop.loss_reduction import A_MEAN, is_mean
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.environment import tell_launcher
 from elastic.worker.process.readback import Number, join_default_stream
-from elastic.worker.program.calls import count_of, count_there
+from elastic.worker.program.calls import count_of, count_there, targets_in
 from elastic.worker.program.loop_program import (
     EPOCHS,
     GROUPS,
@@ -46,6 +47,7 @@ from elastic.worker.program.loop_program import (
     OptimizerFactory,
     Own,
     Settings,
+    as_tuple,
     given_of,
     map_style,
     module_factory,
@@ -199,7 +201,9 @@ class loop:
             dataset=lambda: dataset,
             validation=(lambda: validation) if self.validation is not None else None,
             loss=no_loss,
-            count=self._counted(given),
+            count=self._counted(
+                given, pairs=given is as_tuple and len(self.dataset[0]) == len(PAIR)
+            ),
             blocks=self.blocks or blocks_of(self.model),
             tp=self.tp,
             tp_limit=self.tp_limit,
@@ -211,9 +215,12 @@ class loop:
             files=self.files or files_of(self.model),
         )
 
-    def _counted(self, given: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+    def _counted(self, given: Callable[[Any], Any], *, pairs: bool) -> Callable[[Any], Any] | None:
         count = self.count
-        return None if count is None else lambda batch: count(given(batch))
+        if count is not None:
+            return lambda batch: count(given(batch))
+        # as in a Program, where a pair is of an input and a target
+        return (lambda batch: targets_in(given(batch)[1])) if pairs else None
 
     def _evaluation(self, given: Callable[[Any], Any]) -> Callable[[Any, Any], Any] | None:
         evaluate = self.evaluate

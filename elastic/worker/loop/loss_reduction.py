@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 A_MEAN = (
     "a mean over the batch; it must be the sum (reduction='sum', or the mean times the samples or "
@@ -51,7 +51,10 @@ def _averages(node: Any, count: int, left: int) -> bool:
 def _number(value: Any) -> float | None:
     """What is known of a factor: a number, or a tensor of one value."""
     if isinstance(value, torch.Tensor):
-        return None if value.is_meta or value.numel() != 1 else float(value)
+        if value.is_meta or value.numel() != 1:
+            return None
+        with _disable_current_modes():  # below one `float` fails over what was a number of Python
+            return float(value)
     return float(value) if isinstance(value, int | float) else None
 
 

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.data.batches import item_of
 from elastic.data.collate import collate
@@ -39,8 +40,9 @@ from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
 log = logging.getLogger(__name__)
 
 FirstBatch = Callable[[Any], dict[str, torch.Tensor]]  # of a dataset
-# where a call of the model is looked for: nothing that one rank is to do alone is done
+# nothing that one rank is to do alone is done; on shapes nothing that comes every so many steps
 NOT_THE_FIRST = {"rank": 1, "world_size": 2, "step_index": 0, "epoch": 0}
+ON_SHAPES = NOT_THE_FIRST | {"world_size": 1, "step_index": 1}
 SOME_STEPS = 1000  # of a job, where a script that only asks does not say how many itself
 MOST_S = 10.0  # of a body that does not come to its run.step()
 ROWS = 2  # of one sample a mean cannot be told from a sum
@@ -96,6 +98,8 @@ class Trial:
 
     def watch(self, module: nn.Module, n_rows: int) -> None:
         """From now on, in the body: calls of the model, and what is drawn beside them."""
+        if self.first is None:
+            self._stack.enter_context(StaysOnMeta())  # type: ignore[no-untyped-call]
         self._stack.enter_context(ModelCalls(n_rows, self._called).of(module))
         self._stack.enter_context(DrawOperations(self._drawn))
 
@@ -135,9 +139,19 @@ def is_found(error: Exception) -> bool:
     return True
 
 
+class StaysOnMeta(TorchDispatchMode):
+    """`x.to(device)`, which stands in most loops, needs values of its own in no other place."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            kwargs = {**kwargs, "device": args[0].device}
+        return func(*args, **kwargs)
+
+
 class TriedRun(Run):
     """Gives the first samples once. Whoever asks where he is, as for `if run.rank == 0:`, may do
-    what is to be done only once: the trial ends there, or goes on as that of another rank."""
+    what is to be done only once: the trial goes on as that of another rank, in another step."""
 
     def __init__(self, run: Run, trial: Trial) -> None:
         whole, device = run.program, "meta" if trial.first is None else "cpu"
@@ -156,12 +170,11 @@ class TriedRun(Run):
     def __getattr__(self, name: str) -> Any:
         if name in WITH_A_BATCH and not self.__dict__["_begun"]:
             return super().__getattr__(name)  # refused, as in a worker
-        if (first := self.__dict__["_trial"].first) is not None and name in NOT_THE_FIRST:
-            return NOT_THE_FIRST[name]
-        if first is not None and name == "steps":
+        here = ON_SHAPES if self.__dict__["_trial"].first is None else NOT_THE_FIRST
+        if name in here:
+            return here[name]
+        if name == "steps":
             return int(self.__dict__["_whole"].settings.get("steps") or SOME_STEPS)
-        if first is None and name == "world_size":
-            return 1
         raise Entered(self.__dict__["_whole"], f"it asks for run.{name} before")
 
     def __next__(self) -> Any:
@@ -179,6 +192,11 @@ class TriedRun(Run):
         batch = (self._trial.first or _first)(self._whole.dataset())
         self._trial.watch(self._module, len(next(iter(batch.values()))))
         return OfferedBatch(batch, 0, 0)
+
+    def step(self, clip_grad_norm: float | None = None) -> bool:
+        if not self._n_backward:
+            raise Entered(self._whole)  # what is missing may be what another rank or step does
+        return super().step(clip_grad_norm)
 
     def backward(self, loss: torch.Tensor) -> None:
         with self._trial.apart():  # what is computed again

@@ -109,9 +109,14 @@ def count_there(program: Program, batch: Batch) -> int | torch.Tensor:
     if program.count is not None:
         found = program.count(batch)
         return found if isinstance(found, torch.Tensor) and found.numel() == 1 else int(found)
-    if "target" in batch and not batch["target"].is_floating_point():
-        return (batch["target"] != -100).sum()
+    if "target" in batch:
+        return targets_in(batch["target"])
     return int(next(iter(batch.values())).shape[0])
+
+
+def targets_in(target: torch.Tensor) -> int | torch.Tensor:
+    """How many there are: of tokens or classes those that are not -100, else the samples."""
+    return int(target.shape[0]) if target.is_floating_point() else (target != -100).sum()
 
 
 def loss_of(program: Program, output: Any, batch: Batch) -> torch.Tensor:

@@ -19,7 +19,7 @@ def test_the_callback_of_run_is_that_of_its_options(
 
     def ran(folder: str, options: Options) -> Any:
         found.append(options)
-        return SimpleNamespace(outcome="succeeded")
+        return SimpleNamespace(run="r", outcome="succeeded", signal=0)
 
     monkeypatch.setattr(entry, "run_folder", ran)
 

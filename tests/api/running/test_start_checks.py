@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.api.tiny_job import MODEL, PROGRAM, START, prepared
 from support.places import PROGRAMS
 from torch.utils.data import IterableDataset
@@ -21,7 +23,7 @@ from elastic.config.job import drill_entry, job_of
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line, read
 from elastic.observe import terminal
-from elastic.program import load_program
+from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import DriverStarted, Job, ModelProfile, Pool, TensorSpec, parse_layout
 from elastic.worker.hosting import resume_checks
@@ -273,6 +275,36 @@ def test_numbers_beside_the_loss_that_are_sums_are_taken() -> None:
         "log": lambda out, batch: {"none": 0.0, "all": out.abs().sum()},
     }
     resume_checks.check_loss(Job(global_batch=4, program="p.py"), replace(tiny, **sums))
+
+
+@pytest.mark.parametrize("draw", [torch.rand, lambda n: torch.from_numpy(np.random.rand(n))])
+def test_a_mean_is_found_where_the_dataset_draws(draw: Callable[[int], torch.Tensor]) -> None:
+    """Crops and noise: each read of a sample gives another one."""
+
+    class Noisy:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"input": draw(4).float(), "target": draw(1).float()}
+
+    def program(loss: Callable[[torch.Tensor, Any], torch.Tensor]) -> Program:
+        return Program(
+            model=lambda: torch.nn.Linear(4, 1),
+            optimizer=lambda named: torch.optim.SGD((p for _, p in named), lr=0.1),
+            dataset=Noisy,
+            loss=loss,
+        )
+
+    job, state = Job(global_batch=4, program="p.py"), torch.get_rng_state()
+    resume_checks.check_loss(
+        job, program(lambda out, batch: (out - batch["target"]).square().sum())
+    )
+    with pytest.raises(SpecError, match=r"p.py: Program.loss returned .* a mean, it seems"):
+        resume_checks.check_loss(
+            job, program(lambda out, batch: (out - batch["target"]).square().mean())
+        )
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_loss_that_is_a_mean_is_wrong_input_before_anything_starts() -> None:

@@ -4,21 +4,25 @@ storage that cannot be written."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.api.tiny_job import START
 
 import elastic
 from elastic.api import trainer
 from elastic.api.running import program_file, start_checks
 from elastic.api.running.entry import run_script
-from elastic.config.fingerprint import KEY
+from elastic.config.fingerprint import KEY, code_digest, fingerprint
+from elastic.config.job import job_of
 from elastic.errors import SpecError
-from elastic.ledger.journal import Line
+from elastic.ledger.journal import Journal, Line
 from elastic.program import load_program
-from elastic.types import DriverStarted, ModelProfile
+from elastic.types import Copy, CopyStored, Decision, DriverStarted, Layout, ModelProfile, Stop
 from elastic.worker.hosting import resume_checks
 
 RAISES = "raise RuntimeError('it was read')\n"
@@ -207,3 +211,90 @@ def test_other_arguments_of_a_run_that_is_there_are_told_before_its_script_is_ru
     with pytest.raises(SpecError, match="it was read"):
         changed = elastic.Options(run_name="a", allow_changed=True)
         run_script(script, ["--steps", "90"], options=changed)
+
+
+@pytest.fixture
+def done(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The script of run `a`, which has done its 20 steps with the arguments `--steps 20`."""
+    script, run = folder / "train.py", folder / "runs" / "a"
+    script.write_text(LOOP)
+    monkeypatch.setenv("ELASTIC_STORAGE", str(folder / "runs"))
+    stored = Copy(20, "durable", 1, Layout(), uri=str(run / "checkpoint-20"))
+    journal = Journal(run / "journal.jsonl", 1)
+    journal.append(0.0, [(0.0, START), (8.0, CopyStored(stored))], None)
+    journal.append(9.0, [], Decision((Stop("succeeded", "done"),), "done"))
+    journal.close()
+    mark = {"args": ["--steps", "20"], "program": code_digest(script)}
+
+    def found(storage: object) -> resume_checks.FoundCopies:
+        return resume_checks.FoundCopies((), {KEY: mark}, ())
+
+    monkeypatch.setattr(start_checks, "found_copies", found)
+    for path in folder.iterdir():  # they were there before the run has ended
+        os.utime(path, (1.0, 1.0))
+    return script
+
+
+SAME = ["--steps", "20"]
+
+
+def test_a_run_that_is_done_is_told_before_its_script_is_run(done: Path) -> None:
+    with pytest.raises(SpecError, match=r"run 'a' is done \(20 steps\); more steps .* starts over"):
+        run_script(done, SAME, options=elastic.Options(run_name="a"))
+    given = elastic.Options(run_name="a", overrides=("steps=20",), allow_changed=True)
+    with pytest.raises(SpecError, match=r"run 'a' is done \(20 steps\)"):
+        run_script(done, SAME, options=given)
+
+
+@pytest.mark.parametrize("way", ["steps", "epochs", "allowed", "code", "beside", "named", "other"])
+def test_a_script_that_may_ask_for_more_steps_is_run_to_see(done: Path, way: str) -> None:
+    """Its steps may have changed: by a key, in the script, in a file that it reads."""
+    args, more = list(SAME), ()
+    if way in ("steps", "epochs"):
+        more = (f"{way}=21",)
+    elif way == "code":
+        done.write_text(f"more = 1\n{LOOP}")
+    elif way == "beside":
+        (done.parent / "config.yaml").write_text("steps: 30\n")
+    elif way == "named":
+        (done.parent / "runs" / "big").write_text("steps: 30\n")
+        args.append(f"--config={done.parent / 'runs' / 'big'}")
+    name = "b" if way == "other" else "a"
+    options = elastic.Options(
+        run_name=name, overrides=more, allow_changed=way in ("allowed", "code", "named")
+    )
+    with pytest.raises(SpecError, match="it was read"):
+        run_script(done, args, options=options)
+
+
+def test_a_run_that_is_done_is_told_before_its_program_is_read(done: Path) -> None:
+    (done.parent / "program.py").write_text(RAISES)
+    steps = elastic.Options(run_name="a", overrides=("steps=20",))
+    with pytest.raises(SpecError, match=r"run 'a' is done \(20 steps\); --set steps=N"):
+        elastic.run(done.parent, options=steps)
+    with pytest.raises(SpecError, match="it was read"):
+        elastic.run(done.parent, options=replace(steps, overrides=("steps=21",)))
+
+
+def test_a_secret_among_the_arguments_is_the_same_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, words = folder / "train.py", ["--hf-token", "abcdefghij"]
+    script.write_text(LOOP)
+    monkeypatch.setenv("ELASTIC_STORAGE", str(folder / "runs"))
+    model = ModelProfile(0, 0, ())
+    keys = {"steps": 2, "global_batch": 2, "script": str(script), "args": words}
+    job = job_of(keys, script, "job").job()
+    stored = fingerprint(script, job, model, n_samples=4)
+    assert "abcdefghij" not in str(stored)
+
+    def found(storage: object) -> resume_checks.FoundCopies:
+        return resume_checks.FoundCopies((), {KEY: stored}, ())
+
+    monkeypatch.setattr(start_checks, "found_copies", found)
+    monkeypatch.setattr(start_checks.RunFolder, "lines", lambda place: [])
+    options = elastic.Options(run_name="a")
+    with pytest.raises(SpecError, match="it was read"):
+        run_script(script, words, options=options)
+    with pytest.raises(SpecError, match="was started with other values: args"):
+        run_script(script, ["--hf-token", "jihgfedcba"], options=options)

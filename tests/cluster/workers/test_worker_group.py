@@ -53,7 +53,7 @@ def test_the_memory_monitor_takes_a_worker_not_the_driver(monkeypatch: pytest.Mo
 
 def test_a_dead_node_is_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     worker_group = worker_group_whose_poll_raises(
-        NodeDiedError("the node of the actor died"), monkeypatch
+        NodeDiedError("the node of the actor died: received SIGTERM"), monkeypatch
     )
     (broken,) = worker_group.collect(0.0)
     assert (
@@ -63,20 +63,37 @@ def test_a_dead_node_is_a_worker_that_is_gone(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_of_a_process_that_is_gone_ray_is_quoted_without_what_it_says_of_itself(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("detail", "told"),
+    [
+        (
+            "Worker unexpectedly exits with a connection error code 2. End of file. Some common "
+            "causes include: (1) the process was killed by the OOM killer ...",
+            "neither exit code nor signal reached Ray",
+        ),
+        ("Worker exits unexpectedly. Worker exits with an exit code 9.", "it exited with code 9"),
+        (
+            "Worker exits unexpectedly by a signal. SystemExit is raised (sys.exit is called). "
+            "Exit code: 1. The process receives a SIGTERM.",
+            "it was sent SIGTERM",
+        ),
+        ("Actor killed by GCS. Some common causes include: (1) ...", "Actor killed by GCS."),
+    ],
+)
+def test_of_a_process_that_is_gone_what_ray_knows_is_told(
+    monkeypatch: pytest.MonkeyPatch, detail: str, told: str
 ) -> None:
-    detail = "Worker unexpectedly exits with a connection error code 2. End of file."
+    """Texts as Ray 2.60 has them."""
     died = ActorDiedError()
     died.error_msg = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: Worker\nThe actor "
         "is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit "
-        f"detail: {detail} Some common causes include: (1) ..."
+        f"detail: {detail}"
     )
     worker_group = worker_group_whose_poll_raises(died, monkeypatch)
     (broken,) = worker_group.collect(0.0)
     assert isinstance(broken, BrokenWorker)
-    assert broken.error == f"its process is gone: {detail}"
+    assert broken.error == f"its process is gone: {told}"
 
 
 def test_a_connection_that_may_come_back_says_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:

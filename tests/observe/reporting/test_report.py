@@ -15,7 +15,7 @@ from elastic.observe.accounting.accounts import account
 from elastic.observe.reporting import report
 from elastic.observe.run_view import view_of
 from elastic.storage import open_storage
-from elastic.types import DriverStarted, ModelProfile, StepDone
+from elastic.types import DriverStarted, Event, ModelProfile, StepDone
 
 LINE_KEYS = {
     "run", "steps", "final_loss", "tokens", "wall_s", "tokens_per_s", "goodput", "usd",
@@ -115,6 +115,25 @@ def test_categories_sum_to_the_paid_time() -> None:
         line.startswith(("waiting_for_capacity", "productive"))
         for line in report.ledger(lines())[1]
     )
+
+
+def priced(event: Event) -> Event:
+    if not isinstance(event, DriverStarted):
+        return event
+    return replace(event, pools=tuple(replace(p, usd_per_node_h=360.0) for p in event.pools))
+
+
+def test_where_no_pool_has_a_price_no_dollars_are_told(tmp_path: Path) -> None:
+    shown = report.write(stored(tmp_path), {})[1]
+    assert any(line.endswith("were productive; its pools have no price") for line in shown)
+    cells = [row.split()[-1] for row in report.spent(account(lines()))[1:]]
+    assert cells and set(cells) == {"-"}
+    paid = [
+        replace(line, events=tuple((at_s, priced(event)) for at_s, event in line.events))
+        for line in lines()
+    ]
+    usd = account(paid).usd
+    assert report.spent(account(paid))[-1].split()[-1] == f"{sum(usd.values()):.4f}" != "0.0000"
 
 
 def test_runs_are_found_by_name_folder_and_storage(tmp_path: Path, monkeypatch) -> None:

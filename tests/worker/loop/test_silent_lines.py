@@ -4,13 +4,17 @@ driver."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import elastic
+from elastic.data.collate import collate
 from elastic.errors import SpecError
 from elastic.worker.equivalence.draw_trial import with_notes
 from elastic.worker.loop.script_host import capture
+from elastic.worker.program.calls import count_of
 from elastic.worker.program.loop_program import LoopProgram
 from elastic.worker.program.model_profile import trace
 
@@ -53,6 +57,15 @@ def test_clipping_that_clips_nothing_is_refused(tmp_path: Path, clip: str) -> No
     assert torch.nn.utils.clip_grad_norm_.__code__.co_name != "checked", "torch is itself again"
 
 
+def test_a_mean_times_its_samples_does_not_end_the_trial(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="clips the gradients of this rank alone"):
+        captured(
+            tmp_path,
+            before="last = lambda run, loss: run.backward(loss * 16)",
+            line="last(run, run.model(x).mean()); clip_grad_norm_(run.model.parameters(), 1.0)",
+        )
+
+
 def test_clipping_of_what_has_gradients_is_as_ever(tmp_path: Path) -> None:
     before = (
         "model(data).sum().backward()\nclip_grad_norm_(model.parameters(), 1.0)\nmodel.zero_grad()"
@@ -82,7 +95,7 @@ def test_what_a_loops_model_draws_is_named_where_it_cannot_be_keyed(tmp_path: Pa
         )
     )
     assert "draws (randperm) by an operation that is not known to draw sample by sample" in other
-    early = captured(tmp_path, layers=drops, x="x if run.rank else x")
+    early = captured(tmp_path, layers=drops, x="x if run.further else x")
     assert early.called is None and notes(early) == ()
 
 
@@ -94,3 +107,25 @@ def test_what_a_body_draws_beside_its_model_is_named_by_its_line(tmp_path: Path)
     assert captured(tmp_path, before=before, line=own).notes == ()
     (mine,) = notes(captured(tmp_path, x="x + torch.randn_like(x)"))
     assert mine.startswith("train.py:11 draws (randn_like) outside of run.model(...), each rank")
+
+
+@pytest.mark.parametrize(
+    ("sample", "n"),
+    [
+        ((torch.zeros(5), torch.tensor([1, 2, -100])), 6),  # tokens
+        ((torch.zeros(5), torch.tensor(1)), 3),  # classes
+        ((torch.zeros(5), torch.zeros(4)), 3),
+        ((torch.zeros(5), torch.ones(4).long(), torch.zeros(1)), 3),  # who knows which is what
+        (torch.ones(4).long(), 3),
+    ],
+)
+def test_a_pair_counts_as_in_a_program(sample: Any, n: int) -> None:
+    """What a loss of a batch of three is divided by."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = elastic.loop(
+        model=model, optimizer=optimizer, dataset=[sample] * 9, steps=2, global_batch=3
+    )
+    made = loop._program()
+    batch = collate([made.dataset()[i] for i in range(3)])
+    assert count_of(made, batch) == n
