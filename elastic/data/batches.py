@@ -46,7 +46,7 @@ def stack_arrays(key: str, values: list[Any]) -> Any:
     check_shapes(key, values)
     found = np.stack([np.asarray(value) for value in values])
     if found.dtype.kind not in "biufc":
-        kind = next((type(x).__name__ for x in values if np.asarray(x).dtype.kind not in "biufc"))
+        kind = next(type(x).__name__ for x in values if np.asarray(x).dtype.kind not in "biufc")
         raise ProgramError(
             f"'{key}' of an item cannot become a tensor: it is a {kind}; give numbers, arrays and "
             "tensors alone, each under a key of its own"

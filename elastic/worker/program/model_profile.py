@@ -178,7 +178,7 @@ def build_meta(program: Program) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
             raise ProgramError(
                 f"{name or 'the model'} is compiled by torch.jit, whose forward pass cannot be "
-                "followed nor cut; leave torch.jit.script and trace out (job.yaml has compile: true)"
+                "followed nor cut; leave torch.jit out (job.yaml has compile: true)"
             )
     return model
 
