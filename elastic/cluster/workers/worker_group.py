@@ -91,13 +91,13 @@ class _Member:
     generation: int = 0
 
 
-@dataclass
 def _started_with(outlives: bool) -> dict[str, Any]:
     """What Python reads when an actor's process starts, of a node that elastic has not started."""
     own = {name: os.environ.get(name, value) for name, value in AT_START.items()}
     return {"runtime_env": {"env_vars": own}} if outlives else {}
 
 
+@dataclass
 class WorkerGroup:
     """`setup` is that of every worker but for its name and node. `namespace` is Ray's. `local`: all
     on this machine."""

@@ -406,7 +406,7 @@ class Run:
         if not self._looked:
             self._refuse_a_mean(int(tokens))
         if self.given is not None and not self.model.broken:
-            self.given.check()
+            self.given.check(self.model)
             self.model.check_trained()
         self._batch = None
         self.calls.begin(2 * self.step_index + 1)

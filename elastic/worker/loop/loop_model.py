@@ -40,12 +40,13 @@ class GivenModel:
         self._training = {name: module.training for name, module in model.named_modules()}
         self._weights = [(n, p, p.requires_grad, p._version) for n, p in model.named_parameters()]
 
-    def check(self) -> None:
-        """Raises ProgramError that names what was changed."""
+    def check(self, model: LoopModel) -> None:
+        """Raises ProgramError that names what was changed. `model`: that is trained, whose memory
+        may be the same."""
         for name, p, trained, version in self._weights:
             if p.requires_grad != trained:
                 raise ProgramError(_frozen(name, trained))
-            if p._version != version:
+            if p._version != version and p.data_ptr() not in model.memory():
                 raise ProgramError(f"the script writes the weight {name} {NOT_TRAINED}")
         for name, module in self.model.named_modules():
             if module.training != self._training.get(name):
@@ -94,6 +95,10 @@ class LoopModel:
         for name, p, trained in self._trained:
             if p.requires_grad != trained:
                 raise ProgramError(_frozen(name, trained))
+
+    def memory(self) -> set[int]:
+        """Where its whole weights lie."""
+        return {p.data_ptr() for _, p, _ in self._trained if not isinstance(p, DTensor)}
 
     def leave(self) -> None:
         """The generation is over: no call reaches its groups any more."""

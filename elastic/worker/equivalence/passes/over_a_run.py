@@ -73,8 +73,9 @@ def sees_a_step(small: SmallCopy, batch: Batch, n_rows: int) -> str:
     trial = ModelPasses(small, small.anew(torch.float64).train())
     before = trial.buffers()
     try:
-        whole = _loss(trial, before, double(many))
-        ones = [_loss(trial, before, double(_row(batch, i))) for i in range(rows)]
+        with _quiet():
+            whole = _loss(trial, before, double(many))
+            ones = [_loss(trial, before, double(_row(batch, i))) for i in range(rows)]
     except Exception:  # noqa: BLE001 - see above
         return ""
     each = sum(ones[i % rows] for i in range(most))
@@ -94,16 +95,18 @@ def sees_others_later(small: SmallCopy, batch: Batch) -> str:
         return ""
     rows = len(next(iter(batch.values())))
     exact = double(batch)
+    ones = [_row(exact, i) for i in range(rows)]
     try:
-        for when, trial in _later(small, exact):
-            before = trial.buffers()
-            whole = _loss(trial, before, exact)
-            each = sum(_loss(trial, before, _row(exact, i)) for i in range(rows))
-            if not _equal(whole, each):
-                return (
-                    f"{when} the loss of {rows} samples is {whole:.6g}, that of the same one by "
-                    f"one {each:.6g}: {OTHERWISE.format(anyway=small.program.anyway)}"
-                )
+        with _quiet():
+            for when, trial in _later(small, exact):
+                before = trial.buffers()
+                whole = _loss(trial, before, exact)
+                each = sum(_loss(trial, before, one) for one in ones)
+                if not _equal(whole, each):
+                    return (
+                        f"{when} the loss of {rows} samples is {whole:.6g}, that of the same one "
+                        f"by one {each:.6g}: {OTHERWISE.format(anyway=small.program.anyway)}"
+                    )
     except Exception:  # noqa: BLE001 - see above
         return ""
     return ""
@@ -119,12 +122,12 @@ def keeps_old_weights(small: SmallCopy, batch: Batch) -> str:
         for passed in (False, True):
             trial = ModelPasses(small, small.anew(torch.float32).train())
             before = trial.buffers()
-            if passed:
-                _loss(trial, before, batch)
-            with torch.no_grad():
+            with _quiet(), torch.no_grad():
+                if passed:
+                    _loss(trial, before, batch)
                 for p in trial.model.parameters():
                     p.mul_(1.25)
-            losses.append(_loss(trial, before, batch))
+                losses.append(_loss(trial, before, batch))
     except Exception:  # noqa: BLE001 - see above
         return ""
     fresh, after = losses
@@ -149,8 +152,7 @@ def _later(small: SmallCopy, batch: Batch) -> Iterator[tuple[str, ModelPasses]]:
         optimizer = torch.optim.Adam(trained, lr=RATE)
         for step in range(min(STEPS, int(TRAINING_FLOP / (6 * flop_of(small, batch))))):
             optimizer.zero_grad()
-            with Still(), python_random(0.999):
-                trial.loss(first).backward()
+            trial.loss(first).backward()
             optimizer.step()
             yield f"after {step + 1} steps of training", trial
     counts = {
@@ -164,13 +166,20 @@ def _later(small: SmallCopy, batch: Batch) -> Iterator[tuple[str, ModelPasses]]:
         yield f"where its buffer {next(iter(counts))} has counted {ahead:,} passes,", trial
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with Still(), python_random(0.999):
+        yield
+
+
 def _may_see(small: SmallCopy) -> bool:
     return small.program.batch_dependent or bool(norms_of([small.model]))
 
 
 def _loss(trial: ModelPasses, buffers: dict[str, Tensor], batch: Batch) -> float:
+    """Within `_quiet`, with these buffers before and after."""
     trial.put(buffers)
-    with Still(), python_random(0.999), torch.no_grad():
+    with torch.no_grad():
         value = float(trial.loss(batch))
     trial.put(buffers)
     return value
@@ -193,7 +202,7 @@ def follows_the_clock(small: SmallCopy, batch: Batch) -> str:
     try:
         for later_s in (0.0, DAY_S):
             trial = ModelPasses(small, small.anew(torch.float32).train())
-            with _clock(later_s):
+            with _quiet(), _clock(later_s):
                 losses.append(_loss(trial, trial.buffers(), batch))
     except Exception:  # noqa: BLE001 - see above
         return ""

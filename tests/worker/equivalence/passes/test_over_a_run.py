@@ -20,6 +20,7 @@ from elastic.worker.equivalence.small_batch import check_samples
 from elastic.worker.equivalence.small_copy import ROWS, SmallCopy
 from elastic.worker.program.model_profile import trace
 
+pytestmark = pytest.mark.slow
 WIDTH, STEP = 6, 16
 BATCH = {
     "input": torch.randn(ROWS, 3, WIDTH, generator=torch.Generator().manual_seed(0)),
@@ -90,7 +91,7 @@ class ByGroups(Net):
 
 
 class Cached(Net):
-    @functools.lru_cache(maxsize=None)  # noqa: B019 - what is looked for
+    @functools.cache  # noqa: B019 - what is looked for
     def size(self) -> Tensor:
         return self.head.weight.detach().norm()
 
@@ -101,7 +102,7 @@ class Cached(Net):
 class Table(Net):
     """What does not follow from weights may be kept."""
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019 - what is looked for
+    @functools.cache  # noqa: B019 - what is looked for
     def places(self, n: int) -> Tensor:
         return torch.linspace(0, 1, n)[:, None]
 
