@@ -238,9 +238,7 @@ def _compared(
         check_rows(small, batch)
     except Exception as error:  # noqa: BLE001 - the user's model
         return replace(found, skipped=_not_compared(error), steady=False)
-    n_rows = asked.job.global_batch
-    found_wrong = _in_one_process(small, batch, words=words, n_rows=n_rows)
-    structure, wrong = _by_one_process(structure, *found_wrong, axes=axes)
+    structure, wrong = _by_one_process(asked, structure, small, batch=batch, axes=axes, words=words)
     axes = [axis for axis in axes if axis not in wrong]
     found = replace(found, structure=structure)
     job, equal, limit, took = job_of_copy(asked.job), dict(found.equal or {}), 0, 0.0
@@ -284,9 +282,17 @@ def _compared(
 
 
 def _by_one_process(
-    structure: Structure, why_not: str, closed: Sequence[str], *, axes: Sequence[str]
+    asked: CheckRequest,
+    structure: Structure,
+    small: SmallCopy,
+    *,
+    batch: Batch,
+    axes: Sequence[str],
+    words: Words,
 ) -> tuple[Structure, dict[str, str]]:
     """What is found of these axes without another process."""
+    n_rows = asked.job.global_batch
+    why_not, closed = _in_one_process(small, batch, words=words, n_rows=n_rows)
     wrong = dict.fromkeys([axis for axis in axes if axis in closed], why_not) if why_not else {}
     found: dict[str, Any] = {f"no_{axis}": why for axis, why in wrong.items()}
     return replace(structure, at_once=structure.at_once or bool(why_not), **found), wrong
