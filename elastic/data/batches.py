@@ -46,7 +46,11 @@ def stack_arrays(key: str, values: list[Any]) -> Any:
     check_shapes(key, values)
     found = np.stack([np.asarray(value) for value in values])
     if found.dtype.kind not in "biufc":
-        raise ProgramError(f"'{key}' of an item cannot become a tensor: it holds {found.dtype}")
+        kind = next(type(x).__name__ for x in values if np.asarray(x).dtype.kind not in "biufc")
+        raise ProgramError(
+            f"'{key}' of an item cannot become a tensor: it is a {kind}; give numbers, arrays and "
+            "tensors alone, each under a key of its own"
+        )
     return found
 
 
@@ -81,6 +85,9 @@ def as_dict(item: Any) -> Mapping[str, Any]:
     where it is neither."""
     if isinstance(item, Mapping):
         return item
+    if isinstance(item, tuple) and hasattr(item, "_asdict"):  # a NamedTuple
+        named: Mapping[str, Any] = item._asdict()
+        return named
     if isinstance(item, tuple | list) and len(item) == len(PAIR):
         return dict(zip(PAIR, item, strict=True))
     of = f" of {len(item)}" if isinstance(item, tuple | list) else ""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
-from elastic.worker.process.environment import settle, tell_launcher
+from elastic.worker.process.environment import settle, start_again_with_hashes, tell_launcher
 
 EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
 EPILOG = """exit codes: 0 done, 1 the run failed, 2 the input is wrong (one line says where),
@@ -133,6 +133,7 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
 
 
 if __name__ == "__main__":
+    start_again_with_hashes()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

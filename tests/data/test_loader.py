@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -204,6 +205,8 @@ def test_collate_takes_tensors_arrays_and_numbers() -> None:
     pairs = torch.utils.data.TensorDataset(torch.arange(4), torch.arange(4) + 1)
     assert item_of(pairs, 3, None) == {"input": 3, "target": 4}, "as torch's datasets give them"
     assert collate([pairs[0], pairs[2]])["target"].tolist() == [1, 3]
+    named = collections.namedtuple("Sample", ("input", "weight", "target"))
+    assert collate([named(1, 0.5, 2), named(3, 0.5, 4)])["target"].tolist() == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +217,9 @@ def test_collate_takes_tensors_arrays_and_numbers() -> None:
         ([torch.zeros(2)], "a dict of tensors, not a Tensor: return"),
         ([{"x": 1}, {"y": 1}], r"keys: \['x'\] and \['y'\]"),
         ([{"x": np.zeros(2)}, {"x": np.zeros((2, 1))}], r"'x': \[2\] and \[2, 1\]"),
-        ([{"x": "text"}], "'x' of an item cannot become a tensor"),
+        ([{"x": "text"}], "'x' of an item cannot become a tensor: it is a str; give numbers"),
+        ([{"x": 1}, {"x": None}], "'x' of an item cannot become a tensor: it is a NoneType"),
+        ([{"x": {"y": 1}}], "it is a dict; give .* alone, each under a key of its own"),
     ],
 )
 def test_collate_says_what_is_wrong(items: list[Any], says: str) -> None:

@@ -29,6 +29,7 @@ from elastic.cluster.local import cluster_token, fork_client, fork_server
 from elastic.cluster.ray import processes
 from elastic.errors import InternalError
 from elastic.version import python_path
+from elastic.worker.process.environment import AT_START
 
 # by this very name Ray listens on loopback only; for any other address on all interfaces
 HOST = "127.0.0.1"
@@ -41,11 +42,7 @@ SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500,
     "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 3,
 }  # fmt: skip
-WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "PYTHONHASHSEED": "0",  # of sets of texts each process has another order, a resumed run too
-}
+WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **AT_START}
 REAPED_MOST_S, REAP_LOOK_S = 0.5, 0.01  # until a process that is gone is known to be
 LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 

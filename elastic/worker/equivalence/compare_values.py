@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -353,6 +354,8 @@ def _values(
     me: int,
 ) -> dict[str, Any]:
     n_rows = len(next(iter(batch.values())))
+    # as torchrun gives them: a program may read them
+    os.environ.update(RANK=f"{me}", LOCAL_RANK=f"{me}", WORLD_SIZE=f"{layout.world_size}")
     program, profile = small.program, small.profile
     if layout.pp > 1:
         profile = with_flow(program, profile, {key: x[:1] for key, x in batch.items()})

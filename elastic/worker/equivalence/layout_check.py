@@ -17,6 +17,7 @@ import sysconfig
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,15 @@ from elastic.worker.equivalence.passes.between_passes import (
 )
 from elastic.worker.equivalence.passes.drawn_together import drawn_together
 from elastic.worker.equivalence.passes.kept_by_passes import gradients_see_others, kept_by_passes
-from elastic.worker.equivalence.small_batch import batch_of, check_rows, shortened
+from elastic.worker.equivalence.passes.over_a_run import (
+    check_seeds,
+    counts_others,
+    follows_the_clock,
+    keeps_old_weights,
+    sees_a_step,
+    sees_others_later,
+)
+from elastic.worker.equivalence.small_batch import batch_of, check_rows, check_samples, shortened
 from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
 from elastic.worker.equivalence.structure import Structure, structure_of
 from elastic.worker.loop.called_program import called_program
@@ -160,6 +169,7 @@ def _of_program(asked: CheckRequest) -> Verdict:
     dataset = dataset_of(program, job)
     if len(dataset) != N_POSITIONS:  # a stream moves on when it is looked at
         check_before_start(program, job, dataset)
+        check_samples(dataset)
     program = with_stream(program, dataset, job)
     profile = trace(program)
     batch = batch_of(dataset, budget_of(job, dataset, 4))
@@ -228,7 +238,7 @@ def _compared(
         check_rows(small, batch)
     except Exception as error:  # noqa: BLE001 - the user's model
         return replace(found, skipped=_not_compared(error), steady=False)
-    structure, wrong = _by_one_process(structure, small, batch, axes=axes, words=words)
+    structure, wrong = _by_one_process(asked, structure, small, batch=batch, axes=axes, words=words)
     axes = [axis for axis in axes if axis not in wrong]
     found = replace(found, structure=structure)
     job, equal, limit, took = job_of_copy(asked.job), dict(found.equal or {}), 0, 0.0
@@ -272,28 +282,41 @@ def _compared(
 
 
 def _by_one_process(
-    structure: Structure, small: SmallCopy, batch: Batch, *, axes: Sequence[str], words: Words
+    asked: CheckRequest,
+    structure: Structure,
+    small: SmallCopy,
+    *,
+    batch: Batch,
+    axes: Sequence[str],
+    words: Words,
 ) -> tuple[Structure, dict[str, str]]:
     """What is found of these axes without another process."""
-    why_not, closed = _in_one_process(small, batch, words=words)
+    n_rows = asked.job.global_batch
+    why_not, closed = _in_one_process(small, batch, words=words, n_rows=n_rows)
     wrong = dict.fromkeys([axis for axis in axes if axis in closed], why_not) if why_not else {}
     found: dict[str, Any] = {f"no_{axis}": why for axis, why in wrong.items()}
     return replace(structure, at_once=structure.at_once or bool(why_not), **found), wrong
 
 
-def _in_one_process(small: SmallCopy, batch: Batch, *, words: Words) -> tuple[str, tuple[str, ...]]:
-    """What is wrong with what one process computes, and the axes that are closed by it."""
+def _in_one_process(
+    small: SmallCopy, batch: Batch, *, words: Words, n_rows: int = 0
+) -> tuple[str, tuple[str, ...]]:
+    """What is wrong with what one process computes, and the axes that are closed by it. `n_rows`:
+    samples of a step."""
     left = kept_by_passes(small, batch)
     if why := kept_between(small, batch) or left.lost:
         return why, tuple(FAMILIES)
     if words is OF_A_PROGRAM:
-        for keeps in (remembers, limits_weights, loss_beside):
+        check_seeds(small, batch)
+        for keeps in (remembers, keeps_old_weights, follows_the_clock, limits_weights, loss_beside):
             if why := keeps(small, batch):
                 return why, tuple(FAMILIES)
     if why := left.of_samples:
         return why, ("dp", "pp", "ep", "cp")
     if words is OF_A_PROGRAM:
-        for sees in (sees_others, gradients_stand, gradients_see_others, drawn_together):
+        sees_step = partial(sees_a_step, n_rows=n_rows)
+        each_by_itself = (counts_others, sees_others, sees_step, sees_others_later)
+        for sees in (*each_by_itself, gradients_stand, gradients_see_others, drawn_together):
             if why := sees(small, batch):
                 return why, ("dp", "pp", "ep")
     return "", ()

@@ -46,7 +46,9 @@ class Outputs:
     def _note(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             first = next(tensors_in(output), None)
-            if first is not None and not isinstance(first, DTensor):
+            # what is called inside of torch.func.vmap or grad has no values outside of it
+            inside = first is not None and torch.func.debug_unwrap(first) is not first
+            if first is not None and not inside and not isinstance(first, DTensor):
                 self.found.setdefault(name, []).append(first.detach().clone())
 
         return hook

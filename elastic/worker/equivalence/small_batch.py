@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import copy
 import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ LONG, SHORT, LEAST = 128, 64, 8
 LONGEST = 2048  # for cp, which cuts them
 MOST_FLOP = 4e11  # of the passes of one process
 TRIED = 16  # samples that are looked at for unequal ones
+AHEAD = 100_000  # reads by which a dataset that counts them is set on
 
 
 def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
@@ -38,6 +42,61 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
         return collate(spread_samples(dataset, n_rows))
     except Exception:  # noqa: BLE001 - the user's dataset: what is wrong with its first samples is reported
         return collate([dict(item_of(dataset, i, None)) for i in range(n_rows)])
+
+
+def check_samples(dataset: Any) -> None:
+    """Raises ProgramError where a sample follows from what was read before it, as from a count of
+    reads: each rank and loader process has read others. What it draws is the same each time."""
+    n = len(dataset)
+    state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            first, before = _drawn_alike(dataset), _numbers(dataset)
+            for index in _spread(n, min(n, TRIED)):
+                item_of(dataset, index, None)
+            _drawn_alike(dataset)
+            counts = {k: x for k, x in _numbers(dataset).items() if x != before.get(k)}
+            again = _drawn_alike(dataset)
+            with _set_on(dataset, {name: value + AHEAD for name, value in counts.items()}):
+                ahead = _drawn_alike(dataset) if counts else again
+        except Exception:  # noqa: BLE001 - the user's dataset: its first samples are reported on
+            return
+        finally:
+            random.setstate(state)
+            np.random.set_state(numpy_state)
+    if _same(first, again) and _same(first, ahead):
+        return
+    what = f" (it counts by {next(iter(counts))})" if counts else ""
+    raise ProgramError(
+        f"sample 0 of the dataset is another one after others have been read{what}: it follows "
+        "from what was read before, which each rank and each loader process has its own of; let it "
+        "follow from the sample id alone"
+    )
+
+
+def _drawn_alike(dataset: Any) -> dict[str, Any]:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    return copy.deepcopy(dict(item_of(dataset, 0, None)))
+
+
+def _numbers(dataset: Any) -> dict[str, int | float]:
+    """What it keeps as numbers of Python, as plain attributes."""
+    held = getattr(dataset, "__dict__", {})
+    return {k: x for k, x in held.items() if isinstance(x, int | float)}
+
+
+@contextmanager
+def _set_on(dataset: Any, values: dict[str, int | float]) -> Iterator[None]:
+    own = {name: getattr(dataset, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(dataset, name, value)
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(dataset, name, value)
 
 
 def spread_samples(dataset: Any, n: int) -> list[dict[str, Any]]:

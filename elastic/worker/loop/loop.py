@@ -32,7 +32,7 @@ from elastic.models.huggingface import files_of
 from elastic.worker.loop.forgotten_state import forgotten, taken
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.logged_numbers import LoggedNumbers
-from elastic.worker.loop.loop_model import LoopModel
+from elastic.worker.loop.loop_model import GivenModel, LoopModel
 from elastic.worker.loop.loss_reduction import A_MEAN, is_mean
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.environment import tell_launcher
@@ -175,7 +175,9 @@ class loop:
         caller = frame.f_back if frame is not None else None
         mine = {**by_name(self.optimizer), **{f"extra {k}": x for k, x in self.extra_state.items()}}
         lines = forgotten(caller, taken(self.model, mine))
-        return host.entered(Run(replace(self._program(), notes=lines), self.optimizer))
+        run = Run(replace(self._program(), notes=lines), self.optimizer)
+        run.given = GivenModel(self.model)
+        return host.entered(run)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
@@ -283,6 +285,7 @@ class Run:
         self.name = "RUN"  # what commands call it
         self.calls = CallLog()
         self.model = LoopModel(lambda: _on_meta(program), self.calls)
+        self.given: GivenModel | None = None
         self.handoff = Handoff()
         self.committed = False
         self.train_loss: float | None = None
@@ -409,6 +412,9 @@ class Run:
         tokens = count_there(self.program, dict(self._batch))
         if not self._looked:
             self._refuse_a_mean(int(tokens))
+        if self.given is not None and not self.model.broken:
+            self.given.check(self.model)
+            self.model.check_trained()
         self._batch = None
         self.calls.begin(2 * self.step_index + 1)
         join_default_stream(self._loss_sum)

@@ -31,6 +31,43 @@ class GenerationAborted(ConnectionAbortedError):
     again from its top."""
 
 
+class GivenModel:
+    """The model that a script gave to its loop, which is not the one that is trained: what the
+    script does to it there is lost."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._training = {name: module.training for name, module in model.named_modules()}
+        self._weights = [(n, p, p.requires_grad, p._version) for n, p in model.named_parameters()]
+
+    def check(self, model: LoopModel) -> None:
+        """Raises ProgramError that names what was changed. `model`: that is trained, whose memory
+        may be the same."""
+        for name, p, trained, version in self._weights:
+            if p.requires_grad != trained:
+                raise ProgramError(_frozen(name, trained))
+            if p._version != version and p.data_ptr() not in model.memory():
+                raise ProgramError(f"the script writes the weight {name} {NOT_TRAINED}")
+        for name, module in self.model.named_modules():
+            if module.training != self._training.get(name):
+                what = name or "the whole model"
+                raise ProgramError(f"the script changes the mode of {what} {NOT_TRAINED}")
+
+
+def _frozen(name: str, trained: bool) -> str:
+    return (
+        f"the script has {'frozen' if trained else 'begun to train'} {name} inside of its loop, "
+        "which no change of the workers takes along: do it before elastic.loop, or give it a group "
+        "of the optimizer whose learning rate follows from run.step_index"
+    )
+
+
+NOT_TRAINED = (
+    "of the model that it gave to elastic.loop, which is not the one that is trained: change "
+    "run.model, or take model = run.model before the loop"
+)
+
+
 class LoopModel:
     """Calls and attributes go to the module of the generation that is running."""
 
@@ -45,12 +82,23 @@ class LoopModel:
         """A new generation: its module, and no error."""
         tensors = module.state_dict(keep_vars=True)
         self.__dict__.update(_module=module, _live=True, _error=None, _tensors=tensors)
+        self.__dict__["_trained"] = [(n, p, p.requires_grad) for n, p in module.named_parameters()]
         module.register_forward_pre_hook(self._count, prepend=True)  # before FSDP's, which wait
 
     def _count(self, *_: Any) -> None:
         """The script calls the model, maybe through a method of it (`run.model.generate`)."""
         if threading.get_ident() == self._script:
             self._calls.add("run.model", sys._getframe(1))
+
+    def check_trained(self) -> None:
+        """Raises ProgramError where the script has changed what is trained."""
+        for name, p, trained in self._trained:
+            if p.requires_grad != trained:
+                raise ProgramError(_frozen(name, trained))
+
+    def memory(self) -> set[int]:
+        """Where its whole weights lie."""
+        return {p.data_ptr() for _, p, _ in self._trained if not isinstance(p, DTensor)}
 
     def leave(self) -> None:
         """The generation is over: no call reaches its groups any more."""

@@ -37,7 +37,14 @@ from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.program.calls import ModelCall
 from elastic.worker.program.commit import Commit
 from elastic.worker.program.job_program import with_job
-from elastic.worker.program.loop_program import GROUPS, LoopProgram, Settings, rebind
+from elastic.worker.program.loop_program import (
+    GROUPS,
+    LoopProgram,
+    OptimizerFactory,
+    Settings,
+    clear_by,
+    rebind,
+)
 from elastic.worker.state.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -330,6 +337,8 @@ class Script:
         program = self.keyed(with_job(run.program, job))
         extra.objects = dict(program.extra_state)
         rebind(run.optimizer, state.optimizers.each)
+        if isinstance(run.program.optimizer, OptimizerFactory):
+            clear_by(run.program.optimizer, run.optimizer, state.model)
         if isinstance(settings := extra.objects.get(GROUPS), Settings):
             settings.expect(state.profile.optimizers, state.step)
         extra.load(state.tensors)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -38,8 +39,11 @@ REQUIRED = {
 }
 # what torchrun gives to all that it starts: no wish of the user's, and overridden without a word
 OF_TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+# Read when Python starts: without it each process has other hashes of texts, and sets of them in
+# another order, a resumed run too. The user's own value stays.
+AT_START = {"PYTHONHASHSEED": "0"}
 # The user's own value stays.
-DEFAULTS = {
+DEFAULTS = AT_START | {
     "OMP_NUM_THREADS": "1",
     # torch's TCPStore asks the DNS for the name of each peer, for its log. Unanswered, the resolver
     # asks again after 5 s.
@@ -62,6 +66,14 @@ def settle(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]
     for name, value in DEFAULTS.items():
         environment.setdefault(name, value)
     return overridden
+
+
+def start_again_with_hashes() -> None:
+    """This process as a new Python with the hashes that all workers have, where nobody has said
+    which: before anything is done, in a process that something else has started."""
+    if any(name not in os.environ for name in AT_START):
+        os.environ.update(AT_START)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def die_with_parent() -> None:

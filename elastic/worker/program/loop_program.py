@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -166,6 +167,21 @@ def rebind(optimizer: Own, made: dict[str, Optimizer]) -> None:
             group["params"] = new["params"]
         own.state = made[key].state
         made[key] = own
+
+
+def clear_by(factory: OptimizerFactory, optimizer: Own, model: nn.Module) -> None:
+    """From now on `zero_grad` of the script's own optimizers clears the gradients of this model:
+    the tensors that they step are its parts, which have theirs in a step alone."""
+    held = dict(model.named_parameters())
+    for key, own in by_name(optimizer).items():
+        names = [name for group in factory.names[key] for name in group]
+        cleared = [held[name] for name in names if name in held]
+        own.zero_grad = partial(_clear, cleared)  # type: ignore[method-assign]
+
+
+def _clear(parameters: list[nn.Parameter], set_to_none: bool = True) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 class Settings:

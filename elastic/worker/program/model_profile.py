@@ -172,6 +172,14 @@ def build_meta(program: Program) -> nn.Module:
                 f"the size of {name} is unknown until the model is called (a lazy module), and "
                 "shards are cut before that: say it (nn.Linear(in, out) for nn.LazyLinear(out))"
             )
+        if not parameter.is_contiguous():  # as of memory_format=torch.channels_last
+            parameter.data = parameter.data.contiguous()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ProgramError(
+                f"{name or 'the model'} is compiled by torch.jit, whose forward pass cannot be "
+                "followed nor cut; leave torch.jit out (job.yaml has compile: true)"
+            )
     return model
 
 

@@ -105,3 +105,30 @@ def test_every_way_of_starting_a_worker_applies_it(
             signal.signal(number, handler)
     assert {name: os.environ.get(name) for name in REQUIRED} == REQUIRED
     assert {name: os.environ.get(name) for name in DEFAULTS} == DEFAULTS
+
+
+def test_hashes_of_texts_are_those_of_all_workers() -> None:
+    """Where something else has started Python without them, it starts anew, with its arguments."""
+    code = (
+        "import sys; from elastic.worker.process.environment import start_again_with_hashes; "
+        "start_again_with_hashes(); print(hash('text'), sys.argv[1])"
+    )
+    own = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+
+    def printed(**more: str) -> list[str]:
+        asked = [sys.executable, "-c", code, "x y"]
+        done = subprocess.run(asked, env=own | more, capture_output=True, text=True, check=True)
+        return done.stdout.split(maxsplit=1)
+
+    assert printed() == printed(PYTHONHASHSEED="0") != printed(PYTHONHASHSEED="7")
+    assert printed()[1] == "x y\n"
+
+
+def test_actors_on_nodes_of_others_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic.cluster.workers.worker_group import _started_with
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert _started_with(outlives=False) == {}
+    assert _started_with(outlives=True) == {"runtime_env": {"env_vars": {"PYTHONHASHSEED": "0"}}}
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    assert _started_with(outlives=True)["runtime_env"]["env_vars"] == {"PYTHONHASHSEED": "5"}

@@ -13,7 +13,7 @@ from torch import nn
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.worker.parallel.parallelize import _check_shardable
-from elastic.worker.program.model_profile import trace
+from elastic.worker.program.model_profile import build_meta, trace
 
 
 class Net(nn.Module):
@@ -104,3 +104,27 @@ def test_what_fsdp_does_not_take_is_named(gain: torch.Tensor, says: str) -> None
     model.register_parameter("gain", nn.Parameter(gain))
     with pytest.raises(ProgramError, match=re.sub(r"weight", r"\\w+", says)):
         _check_shardable(model)
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def test_weights_of_a_memory_format_lie_in_rows_when_they_are_cut() -> None:
+    assert not ChannelsLast().conv.weight.is_contiguous()
+    built = build_meta(Program(model=ChannelsLast, loss=lambda output, batch: output.sum()))
+    assert built.conv.weight.is_contiguous()  # type: ignore[union-attr,operator]
+
+
+class Compiled(Net):
+    def more(self) -> None:
+        self.part = torch.jit.script(nn.Linear(4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_a_module_of_torch_jit_is_named() -> None:
+    with pytest.raises(ProgramError, match="part is compiled by torch.jit, whose forward pass"):
+        build_meta(Program(model=Compiled, loss=lambda output, batch: output.sum()))

@@ -1,0 +1,99 @@
+"""What a script does to weights and gradients inside of its loop: it counts, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.loop_reference import train_script_alone
+from support.places import PROGRAMS
+from support.worker.loop_case import loop_job
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
+from torch import nn
+
+from elastic.errors import ProgramError
+from elastic.types import Layout, StepDone
+from elastic.worker.loop.loop_model import GivenModel, LoopModel
+from elastic.worker.process.call_log import CallLog
+from elastic.worker.program.loop_program import OptimizerFactory, clear_by
+
+
+@pytest.mark.e2e
+def test_gradients_that_the_script_clears_do_not_count(pool: Pool, tmp_path: Path) -> None:
+    """On shards with unequal shares, and on more workers: the losses of one process."""
+    job = loop_job("loop_sharpness.py", steps=8) | {"clip_grad_norm": None}
+    workers = pool.open(job, tmp_path)
+    one = plan(1, Layout(dp_shard=2), workers, 12, samples=(8, 4), n_blocks=0)
+    pool.enter(one)
+    pool.wait(lambda: any(e.step >= 3 for e in pool.events(StepDone)), "step 3")
+    pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(one), n_blocks=0))
+    pool.quiesced(2, 3)
+    alone = train_script_alone(PROGRAMS / "loop_sharpness.py", [], 7, 8)
+    assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone, abs=1e-5)
+
+
+def test_zero_grad_clears_the_gradients_of_the_model_that_is_trained() -> None:
+    given = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    own = {
+        name: torch.optim.SGD(given[i].parameters(), lr=0.1) for i, name in enumerate(("a", "b"))
+    }
+    factory, trained = OptimizerFactory(given, own), copy.deepcopy(given)
+    for optimizer in own.values():  # as a generation has it: they step other tensors
+        optimizer.param_groups[0]["params"] = [torch.zeros(2)]
+    clear_by(factory, own, trained)
+    trained(torch.ones(1, 2)).sum().backward()
+    own["a"].zero_grad()
+    assert trained[0].weight.grad is None and trained[1].weight.grad is not None
+    own["b"].zero_grad(set_to_none=True)
+    assert trained[1].weight.grad is None
+
+
+def halve(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)  # type: ignore[index,operator,union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (halve, "writes the weight 0.weight of the model that it gave to elastic.loop"),
+        (lambda model: model[1].eval(), "changes the mode of 1 of the model that it gave"),
+        (lambda model: model.eval(), "changes the mode of the whole model of the model that"),
+        (lambda model: model[0].requires_grad_(False), "has frozen 0.weight inside of its loop"),
+    ],
+)
+def test_what_is_changed_of_the_model_that_was_given_is_named(
+    change: Callable[[nn.Module], None], says: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    given, trained = GivenModel(model), LoopModel(lambda: model, CallLog())
+    trained.attach(copy.deepcopy(model))
+    model(torch.ones(1, 2)).sum().backward()
+    given.check(trained)
+    change(model)
+    with pytest.raises(ProgramError, match=says):
+        given.check(trained)
+
+
+def test_what_lies_in_the_memory_of_what_is_trained_changes_with_it() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    given, trained = GivenModel(model), LoopModel(lambda: model, CallLog())
+    trained.attach(model)
+    halve(model)
+    given.check(trained)
+
+
+def test_what_is_frozen_while_it_is_trained_is_named() -> None:
+    trained, model = nn.Linear(2, 2), LoopModel(lambda: nn.Linear(2, 2), CallLog())
+    model.attach(trained)
+    halve(nn.Sequential(trained))
+    model.check_trained()
+    trained.bias.requires_grad_(False)
+    with pytest.raises(ProgramError, match="has frozen bias inside of its loop"):
+        model.check_trained()
+    model.attach(trained)  # a generation that has it so
+    model.check_trained()
