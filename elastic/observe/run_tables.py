@@ -154,7 +154,7 @@ def standing(view: View) -> Iterator[tuple[str, str]]:
         yield "storage", away
     if view.cut_off and not view.ended:
         since_s = view.at_s - view.cut_off.since_s
-        yield "network", f"no other host answers the driver's since {duration(since_s)}"
+        yield "network", f"no other host has answered the driver's for {duration(since_s)}"
     for name, why in view.unusable.items():
         yield f"no {name}", why
     for text in view.state.model.notes if view.state.model else ():

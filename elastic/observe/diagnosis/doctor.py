@@ -16,6 +16,7 @@ TROUBLES = {
     "PlanFailed": "failed plans", "DigestChecked": "content that differs",
     "CopyFailed": "checkpoints not made", "CopyDamaged": "damaged copies",
     "RequestFailed": "requests without a node", "WrongNumbers": "silent data corruption",
+    "NodesMute": "driver's host cut off",
 }  # fmt: skip
 
 
@@ -54,6 +55,11 @@ def run_troubles(view: View) -> list[DoctorCheck]:
         notes = [note for note in view.notes if note.kind == kind]
         if kind == "NodeLost":
             notes = [note for note in notes if " was released" not in note.text]
+        if kind == "NodesMute":  # what began and has ended is one time
+            now = notes[-1:] if view.cut_off else []
+            notes = [
+                note for note in notes[: len(notes) - len(now)] if " had answered " in note.text
+            ] + now
         if notes:
             verdict: Mark = "bad" if kind == "DigestChecked" else "look"
             checks.append(

@@ -6,7 +6,7 @@ import { clock, count, duration } from "./format";
 
 const TONES: Record<string, string> = {
   Decision: "decision", NodeLost: "bad", WorkerFailed: "bad", Silent: "bad", PlanFailed: "bad", WrongNumbers: "bad",
-  GuardTripped: "bad", CopyFailed: "bad", CopyDamaged: "bad", Notice: "warn", StopAsked: "warn", RequestFailed: "warn", PlanEntered: "good",
+  GuardTripped: "bad", CopyFailed: "bad", CopyDamaged: "bad", Notice: "warn", StopAsked: "warn", RequestFailed: "warn", NodesMute: "warn", StorageSeen: "warn", PlanEntered: "good",
 };
 
 export function Decisions({ id, run }: { id: string; run: Run }) {
