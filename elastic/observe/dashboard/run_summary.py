@@ -88,6 +88,7 @@ def _standing(run: FollowedRun, view: View) -> dict[str, Any]:
         "usd_per_h": 0.0 if view.ended else state.usd_per_h,
         "budget_usd": view.job.budget_usd,
         "deadline_h": view.job.deadline_h,
+        "n_notes": len(view.notes),
         "saved_step": view.saved_step,
         "copies_failed": view.copies_failed,
         "storage_away_s": round(view.at_s - state.away.since_s, 1) if state.away else None,

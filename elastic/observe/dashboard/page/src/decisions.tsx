@@ -19,7 +19,7 @@ export function Decisions({ id, run }: { id: string; run: Run }) {
     return () => window.clearTimeout(timer);
   }, [words]);
   const key = `${id} ${kind} ${asked}`;
-  const [found, trouble] = useNewest(key, run.version, () => notes(id, { q: asked, kind }));
+  const [found, trouble] = useNewest(key, `${run.started_at_s} ${run.n_notes}`, () => notes(id, { q: asked, kind }));
   const before = older.key === key ? older.rows : [];
   const newest = found?.rows ?? [];
   const last = newest.at(-1)?.n ?? -1;
