@@ -13,6 +13,8 @@ from elastic.observe.run_view import View
 from elastic.text import duration, n_of, size
 from elastic.types import Pool
 
+ALL_OF_IT = 0.95  # of a budget
+
 
 @dataclass(frozen=True)
 class Row:
@@ -140,6 +142,18 @@ def spending(view: View) -> str:
     of = f" of ${budget:,.2f}" if budget is not None else ""
     rate = "" if view.ended else f", ${state.usd_per_h:,.2f} an hour"
     return f"${state.usd_at(view.at_s):,.2f}{of}{rate}"
+
+
+def spent_early(view: View) -> str:
+    """Of a run that its budget has ended: what would have done. '' = it is none."""
+    state, most, steps = view.state, view.job.budget_usd, view.steps
+    spent = view.phase == "stopped" and most and state.usd >= ALL_OF_IT * most
+    if not spent or not 0 < view.step < steps:
+        return ""
+    return (
+        f"${most:,.2f} was enough for {view.step:,} of {steps:,} steps; at this pace all of them "
+        f"cost about ${state.usd * steps / view.step:,.0f}"
+    )
 
 
 def paid(view: View) -> bool:

@@ -21,7 +21,6 @@ from elastic.text import DAY_S, n_of, span
 from elastic.types import Decided, PlanEntered, Quarantine, Stop
 
 MOST = 36  # lines about what happened; more are folded, first those of ten minutes, then of an hour
-ALL_OF_IT = 0.95  # of a budget
 LEAST_SHARE, MOST_PARTS = 0.01, 3  # of the paid time: what else it went to
 WIDTHS_S = (0.0, 600.0, 3600.0, 6 * 3600.0, 86400.0, 2 * 86400.0, 4 * 86400.0, float("inf"))
 
@@ -307,7 +306,8 @@ def summary(seen: RunSeen, found: Sequence[RunVerdict]) -> list[WhyRow]:
     cost = [f"goodput {percent(share)} of the paid GPU time", *parts[:MOST_PARTS]]
     cost += _saved(seen) if account.totals.usd > 0 else []
     bound = found[0].line if found else "nothing stands out"
-    change = _short_budget(seen.view) or bound
+    spent = run_tables.spent_early(seen.view)
+    change = f"budget_usd: {spent}" if spent else bound
     return [WhyRow(f"cost: {', '.join(cost)}"), WhyRow(f"to change: {change}")]
 
 
@@ -318,20 +318,6 @@ def _saved(seen: RunSeen) -> list[str]:
     less = "less" if found.saved_usd >= 0 else "more"
     usd, share = abs(found.saved_usd), percent(abs(found.saved_share))
     return [f"${usd:,.2f} ({share}) {less} than the same training on on-demand nodes"]
-
-
-def _short_budget(view: View) -> str:
-    """Of a run that its budget has ended: what would have done."""
-    state, most = view.state, view.job.budget_usd
-    if not (view.phase == "stopped" and most and state.usd >= ALL_OF_IT * most and view.step):
-        return ""
-    if view.step >= view.steps:
-        return ""
-    whole = state.usd * view.steps / view.step
-    return (
-        f"budget_usd: ${most:,.2f} was enough for {view.step:,} of {view.steps:,} steps; at this "
-        f"pace all of them cost about ${whole:,.0f}"
-    )
 
 
 def short(

@@ -17,6 +17,7 @@ from elastic.ledger.journal import Line, write_line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import why_lines
 from elastic.observe.accounting.accounts import account
+from elastic.observe.diagnosis import doctor
 from elastic.observe.diagnosis.verdicts import RunVerdict
 from elastic.observe.reporting.run_seen import seen_of, seen_of_run
 from elastic.observe.run_view import View, view_of
@@ -85,6 +86,16 @@ def test_what_it_cost_and_what_to_change_stand_above_the_story(
     rows = [row.text for row in why_lines.summary(hours, (found,))]
     assert rows[1] == f"to change: {found.line}"
     assert why_lines.summary(hours, ())[1].text == "to change: nothing stands out"
+
+
+def test_doctor_counts_no_echoes_and_names_the_budget_that_ended_a_run(week: View) -> None:
+    checks = {check.name: check for check in doctor.run_troubles(week)}
+    failed = [note.text for note in week.notes if note.kind == "WorkerFailed"]
+    own = [text for text in failed if "(collective)" not in text]
+    assert checks["worker failures"].found.startswith(f"{len(own)}, the last at step")
+    assert 0 < len(own) < len(failed)
+    assert checks["budget"].verdict == "look" and "raise budget_usd" in checks["budget"].hint
+    assert [*checks][:2] == ["phase", "budget"]
 
 
 def test_who_drives_it_no_more_is_told(week: View) -> None:
