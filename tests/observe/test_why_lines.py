@@ -67,6 +67,7 @@ def test_one_screen_tells_the_story_of_a_week(week: View) -> None:
     assert "is almost spent" in lines[-2] and "--all" in lines[-1]
 
 
+@pytest.mark.slow
 def test_what_it_cost_and_what_to_change_stand_above_the_story(
     folder: Path, week_lines: list[Line]
 ) -> None:
