@@ -19,6 +19,7 @@ from elastic.observe import why_lines
 from elastic.observe.accounting.accounts import account
 from elastic.observe.diagnosis import doctor
 from elastic.observe.diagnosis.verdicts import RunVerdict
+from elastic.observe.reporting.report_page import page
 from elastic.observe.reporting.run_seen import seen_of, seen_of_run
 from elastic.observe.run_view import View, view_of
 from elastic.observe.why_lines import MOST, Wanted
@@ -82,6 +83,9 @@ def test_what_it_cost_and_what_to_change_stand_above_the_story(
         r"them cost about \$\d,\d+",
         rows[1],
     )
+    html = page(seen_of(week_lines), ())
+    assert "<b>The budget</b>: $600.00 was enough for" in html
+    assert "Nothing else took a noticeable part of the run's time." in html
     found = RunVerdict("data", 0.2, 1.0, "steps waited", "data.loader_workers: 4")
     hours = seen_of_run(RunFolder.of(open_storage(folder)))
     rows = [row.text for row in why_lines.summary(hours, (found,))]
