@@ -171,7 +171,7 @@ def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     ]:
         lines += ["", "BOUND BY", *columns(bound)]
     if early := spent_early(view):
-        lines += ["", f"budget: {early}; to go on: raise budget_usd, and run it again"]
+        lines += ["", f"budget: {early}; next: raise budget_usd, and run it again"]
     lines += ["", "TRANSITIONS", *transitions(books.transitions)]
     lines += ["", "TIME AND COST BY CATEGORY", *spent(books)]
     if data.get("sample"):
