@@ -15,7 +15,6 @@ from elastic.errors import (
     SpecError,
     StateLost,
 )
-from elastic.program import Program, Weights
 from elastic.types import Layout, Plan, Pool
 from elastic.version import __version__
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from elastic.cluster.ray_train.script_log import log
     from elastic.cluster.ray_train.train_types import train_loop
     from elastic.models.attention import attention, positions
+    from elastic.program import Program, Weights
     from elastic.worker.loop.hf_trainer import prepare_trainer
     from elastic.worker.loop.loop import loop
 
@@ -49,6 +49,10 @@ def __getattr__(name: str) -> Any:
         from elastic import api
 
         return getattr(api, name)
+    if name in ("Program", "Weights"):
+        from elastic import program
+
+        return getattr(program, name)
     if name in ("attention", "positions"):
         from elastic.models import attention
 

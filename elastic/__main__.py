@@ -1,5 +1,6 @@
 """`python -m elastic` is `elastic`."""
 
+import gc
 import os
 import signal
 from types import FrameType
@@ -19,8 +20,10 @@ def main() -> int:
     heard = [one for one in ended_by if before[one] is not signal.SIG_IGN]  # nohup stays nohup
     for one in heard:
         signal.signal(one, end)
+    gc.disable()  # what is imported stays, and makes thousands of objects to look through
     from elastic.cli import command_line
 
+    gc.enable()
     for one in heard:
         signal.signal(one, before[one])
     return command_line.main()

@@ -11,8 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from elastic import api
+from elastic.api.diagnose import diagnosed
 from elastic.cli.parser import opened, option, run_verb, show, whole
 from elastic.observe import find_runs, why_lines
+from elastic.observe.reporting.run_seen import seen_of_run
+from elastic.observe.run_view import View
 from elastic.observe.terminal import STYLES
 from elastic.observe.why_lines import HEAD, KINDS, REST, Wanted, WhyRow
 
@@ -45,17 +49,33 @@ def _ago(text: str) -> float:
 
 
 def _why(given: argparse.Namespace) -> int:
-    view = find_runs.view_begun(opened(given))
-    wanted = Wanted(given.node, given.kind, given.since, given.until)
-    notes = why_lines.notes_of(view, wanted)
+    run = opened(given)
+    if given.json or given.all or given.node or given.kind:
+        return _listed(given, find_runs.view_begun(run))
+    seen = seen_of_run(run)
+    view = seen.view
+    notes = why_lines.notes_of(view, _wanted(given))
+    rows = why_lines.short(
+        view,
+        why_lines.story(view, notes),
+        len(notes),
+        driven=bool(api.holder(run.storage)),
+        summed=why_lines.summary(seen, diagnosed(seen.evidence, run.storage)),
+    )
+    _print(rows[-given.last :])
+    return 0
+
+
+def _wanted(given: argparse.Namespace) -> Wanted:
+    return Wanted(given.node, given.kind, given.since, given.until)
+
+
+def _listed(given: argparse.Namespace, view: View) -> int:
+    notes = why_lines.notes_of(view, _wanted(given))
     if given.json:
         show(given, why_lines.plain(view, notes[-given.last :]), [])
         return 0
-    by_name = given.node or given.kind
-    if given.all or by_name:
-        rows = why_lines.every(view, notes) or [WhyRow("nothing of that is noted")]
-    else:
-        rows = why_lines.short(view, why_lines.story(view, notes), len(notes))
+    rows = why_lines.every(view, notes) or [WhyRow("nothing of that is noted")]
     _print(rows[-given.last :])
     return 0
 

@@ -13,6 +13,8 @@ from elastic.observe.run_view import View
 from elastic.text import duration, n_of, size
 from elastic.types import Pool
 
+ALL_OF_IT = 0.95  # of a budget
+
 
 @dataclass(frozen=True)
 class Row:
@@ -142,6 +144,18 @@ def spending(view: View) -> str:
     return f"${state.usd_at(view.at_s):,.2f}{of}{rate}"
 
 
+def spent_early(view: View) -> str:
+    """Of a run that its budget has ended: what would have done. '' = it is none."""
+    state, most, steps = view.state, view.job.budget_usd, view.steps
+    spent = view.phase == "stopped" and most and state.usd >= ALL_OF_IT * most
+    if not spent or not 0 < view.step < steps:
+        return ""
+    return (
+        f"${most:,.2f} was enough for {view.step:,} of {steps:,} steps; at this pace all of them "
+        f"cost about ${state.usd * steps / view.step:,.0f}"
+    )
+
+
 def paid(view: View) -> bool:
     """Are there dollars to be told of?"""
     return bool(view.state.usd or view.state.usd_per_h)
@@ -154,7 +168,7 @@ def standing(view: View) -> Iterator[tuple[str, str]]:
         yield "storage", away
     if view.cut_off and not view.ended:
         since_s = view.at_s - view.cut_off.since_s
-        yield "network", f"no other host answers the driver's since {duration(since_s)}"
+        yield "network", f"no other host has answered the driver's for {duration(since_s)}"
     for name, why in view.unusable.items():
         yield f"no {name}", why
     for text in view.state.model.notes if view.state.model else ():

@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from elastic.errors import SpecError
+from elastic.observe import run_tables
+from elastic.observe.diagnosis.verdicts import RunVerdict, percent
 from elastic.observe.event_messages import SOURCES
+from elastic.observe.reporting.run_seen import RunSeen
+from elastic.observe.reporting.savings import against_on_demand
 from elastic.observe.run_view import Note, View
 from elastic.text import DAY_S, n_of, span
 from elastic.types import Decided, PlanEntered, Quarantine, Stop
 
 MOST = 36  # lines about what happened; more are folded, first those of ten minutes, then of an hour
+LEAST_SHARE, MOST_PARTS = 0.01, 3  # of the paid time: what else it went to
 WIDTHS_S = (0.0, 600.0, 3600.0, 6 * 3600.0, 86400.0, 2 * 86400.0, 4 * 86400.0, float("inf"))
 
 # word after --kind -> kinds of notes
@@ -270,8 +275,8 @@ def _said(view: View, one: Told) -> Told:
     return one._replace(text=f"{one.n} times: {text}, last at {when(view, one.last_s)}")
 
 
-def head(view: View) -> str:
-    """What has come of it, in one sentence."""
+def head(view: View, driven: bool = True) -> str:
+    """What has come of it, in one sentence; `driven`: by somebody, if it has not ended."""
     causes = Counter(
         plan.cause for _, event in view.entered if (plan := view.planned.get(event.generation))
     )
@@ -279,13 +284,51 @@ def head(view: View) -> str:
     state, since_s = view.state, max(0.0, view.at_s - view.started_at_s)
     usd = f", ${state.usd:,.2f}" if state.usd else ""
     return (
-        f"{state.run}: {view.phase} at step {view.progress} after {span(since_s)}{usd}; "
-        f"{n_of(len(view.entered), 'plan')} entered" + (f" ({told})" if told else "")
+        f"{state.run}: {run_tables.phase(view, driven)} at step {view.progress} after "
+        f"{span(since_s)}{usd}; {n_of(len(view.entered), 'plan')} entered"
+        + (f" ({told})" if told else "")
     )
 
 
-def short(view: View, told: Sequence[Told], n_notes: int) -> list[WhyRow]:
-    """The story as lines."""
+def summary(seen: RunSeen, found: Sequence[RunVerdict]) -> list[WhyRow]:
+    """What it has cost and saved, and what to change first: `found`, what it is bound by."""
+    account, share = seen.account, seen.account.totals.goodput
+    paid_s = account.totals.gpu_seconds
+    rest = sorted(
+        ((gpu_s / paid_s, name) for name, gpu_s in account.gpu_seconds.items() if paid_s),
+        reverse=True,
+    )
+    parts = [
+        f"{percent(part)} {name.replace('_', ' ')}"
+        for part, name in rest
+        if name != "productive" and part >= LEAST_SHARE
+    ]
+    cost = [f"goodput {percent(share)} of the paid GPU time", *parts[:MOST_PARTS]]
+    cost += _saved(seen) if account.totals.usd > 0 else []
+    bound = found[0].line if found else "nothing stands out"
+    spent = run_tables.spent_early(seen.view)
+    change = f"budget_usd: {spent}" if spent else bound
+    return [WhyRow(f"cost: {', '.join(cost)}"), WhyRow(f"to change: {change}")]
+
+
+def _saved(seen: RunSeen) -> list[str]:
+    found = against_on_demand(seen.view, seen.account, seen.history)
+    if isinstance(found, str):
+        return []
+    less = "less" if found.saved_usd >= 0 else "more"
+    usd, share = abs(found.saved_usd), percent(abs(found.saved_share))
+    return [f"${usd:,.2f} ({share}) {less} than the same training on on-demand nodes"]
+
+
+def short(
+    view: View,
+    told: Sequence[Told],
+    n_notes: int,
+    *,
+    driven: bool = True,
+    summed: Sequence[WhyRow] = (),
+) -> list[WhyRow]:
+    """The story as lines; `summed`: behind the first, see `summary`."""
     times = [when(view, one.at_s) for one in told]
     width = max([len(text) for text in times], default=0)
     steps = max([len(str(one.step)) for one in told], default=1)
@@ -295,4 +338,5 @@ def short(view: View, told: Sequence[Told], n_notes: int) -> list[WhyRow]:
     ]
     n_left = n_notes - sum(one.n for one in told)
     left = [WhyRow(f"({n_left} more notes and decisions: --all)", REST)] if n_left > 0 else []
-    return [WhyRow(head(view), HEAD), *(rows or [WhyRow("nothing has changed it")]), *left]
+    first = [WhyRow(head(view, driven), HEAD), *summed]
+    return [*first, *(rows or [WhyRow("nothing has changed it")]), *left]

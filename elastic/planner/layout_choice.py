@@ -8,9 +8,10 @@ prediction, as it is written all the same, unless its state alone is too large o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner.choice import Choice
 from elastic.planner.cost import memory
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.hetero import unequal_shares
@@ -26,38 +27,10 @@ from elastic.planner.layout_search import (
 from elastic.planner.layout_space import cut, n_options
 from elastic.planner.node_sets import LayoutLimits, NodeSet, SearchedNodes
 from elastic.text import n_of
-from elastic.types import (
-    NAMED_AXES,
-    Job,
-    Layout,
-    ModelProfile,
-    Node,
-    WorkerId,
-    is_auto,
-    parse_layout,
-)
+from elastic.types import NAMED_AXES, Job, Layout, ModelProfile, Node, is_auto, parse_layout
 from elastic.types.nouns import AUTO
 
 SHOWN = 6  # rejections that an error message names
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The parts of a Plan that the planner decides, with what it expects and what it rejected: the
-    layouts that are simpler than this one."""
-
-    layout: Layout
-    ranks: tuple[WorkerId, ...]
-    samples: tuple[int, ...]
-    layers: tuple[int, ...]
-    n_microbatches: int
-    memory_bytes: int
-    activation_bytes: int = 0  # beside `memory_bytes`, while a step is computed; 0 = not known
-    parts: Mapping[str, float] = field(default_factory=dict)  # of a step, as the search costs it
-    model_step_s: float = 0.0  # of a step, by the cost model; 0 = the model is not known
-    hardware_known: bool = False  # else `model_step_s` is of default hardware, to compare layouts
-    rejected: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()  # that it was chosen from, in their order
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from elastic.errors import ElasticError, InfeasiblePlan
-from elastic.planner.layout_choice import Choice
+from elastic.planner.choice import Choice
 from elastic.policy import (
     forming_groups,
     phases,

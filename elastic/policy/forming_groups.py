@@ -9,14 +9,11 @@ where that is not there, they are made in the pause.
 
 from __future__ import annotations
 
-from typing import Any
-
-from elastic.policy.faults import unreached
 from elastic.policy.plans import gpu_bytes, on_gpus
 from elastic.policy.state.state import Forming, State, standing_of
 from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, running_bytes, set_up_bytes
 from elastic.text import gib
-from elastic.types import Decision, DropGroups, EnterPlan, FormGroups, GroupsFormed, Plan
+from elastic.types import Decision, DropGroups, EnterPlan, FormGroups, Plan
 from elastic.types.replacing import replace
 
 # NCCL takes 0.3 to 1 s for each group in a node, 5 to 30 s for all at hundreds of ranks
@@ -154,29 +151,3 @@ def _bound_s(forming: Forming) -> float:
 
 def _changed(state: State, forming: Forming) -> bool:
     return standing_of(state) != forming.nodes
-
-
-def _formed(state: State, event: GroupsFormed, at_s: float) -> State:
-    forming = state.forming
-    if forming is None or forming.ended or event.generation != forming.plan.generation:
-        return state
-    setup_s = state.setup_s if event.error else event.seconds
-    if event.apart:
-        node_id, *others = event.apart
-        state = unreached.told(state, node_id, others, generation=event.generation, at_s=at_s)
-    return replace(
-        state, forming=replace(forming, seconds=event.seconds, error=event.error), setup_s=setup_s
-    )
-
-
-def ordered(state: State, action: FormGroups, at_s: float) -> State:
-    """The fold of an order; it takes the place of one before, whose time counts."""
-    since_s = state.forming.since_s if state.forming is not None else at_s
-    return replace(state, forming=Forming(action.plan, since_s, standing_of(state)))
-
-
-def dropped(state: State, action: DropGroups, at_s: float) -> State:
-    return replace(state, forming=None, repeat=())
-
-
-HANDLERS: dict[type, Any] = {GroupsFormed: _formed}

@@ -11,8 +11,9 @@ from operator import attrgetter
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner.choice import Choice
 from elastic.planner.hetero import rank_placement
-from elastic.planner.layout_choice import Choice, plan_layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.policy import restarts, transition_cost
 from elastic.policy.copies import cadence, replica_placement

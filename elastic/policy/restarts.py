@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic.errors import InfeasiblePlan
-from elastic.planner.layout_choice import Choice
+from elastic.planner.choice import Choice
 from elastic.policy.pools import drain, hazard
 from elastic.policy.state.state import Failure, State
 from elastic.text import n_of

@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from elastic.planner.layout_choice import Choice
+from elastic.planner.choice import Choice
 from elastic.policy.speed import speeds
 from elastic.policy.state.state import State
 from elastic.reshard.rank_reuse import MOST_WORKERS, place
-from elastic.reshard.transfer_forecast import LEAST_S, MoveForecast, Room, TransferRates, forecast
+from elastic.reshard.transfer_forecast import MoveForecast, Room, TransferRates, forecast
 from elastic.reshard.transfer_plan import holders_of, participants
-from elastic.types import Move, Plan, PlanEntered, Resume, WorkerId
+from elastic.types import Move, Resume, WorkerId
 from elastic.types.replacing import replace
 
-LARGE_BYTES = 8 << 20  # smaller moves say nothing of the pace
 # of the rate to and from pinned memory: an estimate, by what tests/gpu/one_shot_rows.py expects
 PAGEABLE = 0.1
-SLOWEST, FASTEST = 50.0, 0.1  # of the pace, against mishaps in a measurement
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,18 +148,3 @@ def transfer_message(move: Move | None) -> str:
 
 def _mb(n_bytes: int) -> str:
     return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
-
-
-def paced(state: State, plan: Plan, event: PlanEntered) -> float:
-    """Measured by predicted seconds of moves, a running mean."""
-    move, measured_s = plan.move, event.phases_s.get("transfer", 0.0)
-    if (
-        move is None
-        or not measured_s
-        or move.n_bytes + move.own_bytes < LARGE_BYTES
-        or move.seconds <= LEAST_S
-    ):
-        return state.move_pace
-    found = state.move_pace * max(0.0, measured_s - LEAST_S) / (move.seconds - LEAST_S)
-    found = min(SLOWEST, max(FASTEST, found))
-    return found if state.move_pace == 1.0 else 0.5 * (state.move_pace + found)

@@ -23,6 +23,7 @@ PACK_BYTES = 512 << 10  # below it a message of its own costs more than a copy
 LEAST_BYTES = 256 << 10
 STAGING_BYTES = 32 << 20
 ALIGN = 8
+LEAST_S = 0.02  # of a move, whatever its bytes: agreement on the step, sums, last answers
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,13 @@ from typing import Literal
 
 import numpy as np
 
-from elastic.reshard.chunks import chunk_bytes, sizes_of, staging_bytes
+from elastic.reshard.chunks import LEAST_S, chunk_bytes, sizes_of, staging_bytes
 from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, set_up_bytes
 from elastic.reshard.flows import Flows, flows
 from elastic.reshard.pieces import Cut, Ints, Side, bytes_of
 from elastic.reshard.routes import Holdings
 from elastic.types import Layout, ModelProfile, Move
 from elastic.types.replacing import follows_from, replace
-
-LEAST_S = 0.02  # agreement on the step, sums, last answers
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ SMOKES = (
     ),
     Smoke("sickness", long=True),
     Smoke("capacity", long=True),
+    Smoke("page", long=True),
     Smoke("predict", long=True),
     Smoke("race", long=True),
 )

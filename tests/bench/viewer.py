@@ -7,6 +7,8 @@ of PAGE what the page asks when it is told that something is new, and has `elast
 
 from __future__ import annotations
 
+import gzip
+import http.client
 import json
 import os
 import subprocess
@@ -16,11 +18,13 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trial import ROOT, Tree
 
 SCRAPE_S, STATUS_S, LIST_S = 15, 60, 15
 LOOKS_S = 600.0
+PACKED = {"Accept-Encoding": "gzip"}
 
 
 def main(metrics: str, page: str, run: str) -> None:
@@ -44,15 +48,23 @@ def _page(url: str) -> None:
     (one,) = json.loads(_got(f"{url}api/runs"))["runs"]
 
     def follow(path: str) -> None:
-        known = -1
+        known, n_notes = -1, -1
+        kept = http.client.HTTPConnection(urlsplit(url).netloc, timeout=LOOKS_S)  # as browsers do
+
+        def got(path: str) -> bytes:
+            kept.request("GET", f"/api/runs/{one['id']}{path}", headers=PACKED)
+            return kept.getresponse().read()
+
         while True:
             with changed:
                 while newest.get(one["id"], 0) == known:
                     changed.wait()
                 known = newest.get(one["id"], 0)
-            _got(f"{url}api/runs/{one['id']}{path}")
+            body = got(path)
+            if not path and n_notes != (n_notes := json.loads(gzip.decompress(body))["n_notes"]):
+                got("/notes?q=&kind=")
 
-    for path in ("", "/series?by=time&buckets=700", "/notes?q=&kind="):
+    for path in ("", "/series?by=time&buckets=700"):
         threading.Thread(target=follow, args=(path,), daemon=True).start()
     listed_s = time.monotonic()
     with urllib.request.urlopen(f"{url}api/events", timeout=LOOKS_S) as lines:
@@ -67,7 +79,7 @@ def _page(url: str) -> None:
 
 
 def _got(url: str) -> bytes:
-    asked = urllib.request.Request(url, headers={"Accept-Encoding": "gzip"})
+    asked = urllib.request.Request(url, headers=PACKED)
     with urllib.request.urlopen(asked, timeout=LOOKS_S) as answer:
         body: bytes = answer.read()
         return body

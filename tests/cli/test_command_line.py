@@ -46,7 +46,7 @@ import sys
 from elastic.cli.command_line import main
 HEAVY = {
     "torch", "ray", "boto3", "botocore", "pandas", "pydantic", "yaml", "asyncio", "starlette",
-    "matplotlib", "elastic.driver", "elastic.sim", "elastic.policy.decide", "elastic.api.running",
+    "matplotlib", "numpy", "elastic.planner.layout_search", "elastic.driver", "elastic.sim", "elastic.policy.decide", "elastic.api.running",
     "elastic.cluster.backend", "elastic.worker.session", "elastic.scenarios",
 }
 for words in (["ls"], ["status", "tiny-1", "--json"], ["why", "tiny-1"]):

@@ -13,22 +13,33 @@ import pytest
 from support.sim.market import SLOW, play, weather
 
 from elastic.cli.command_line import main
-from elastic.ledger.journal import write_line
+from elastic.ledger.journal import Line, write_line
+from elastic.ledger.run_folder import RunFolder
 from elastic.observe import why_lines
 from elastic.observe.accounting.accounts import account
+from elastic.observe.diagnosis import doctor
+from elastic.observe.diagnosis.verdicts import RunVerdict
+from elastic.observe.reporting.report_page import page
+from elastic.observe.reporting.run_seen import seen_of, seen_of_run
 from elastic.observe.run_view import View, view_of
 from elastic.observe.why_lines import MOST, Wanted
+from elastic.storage import open_storage
 from elastic.types import PlanEntered
 
 DAY_S = 86400.0
 
 
 @pytest.fixture(scope="module")
-def week() -> View:
+def week_lines() -> list[Line]:
     """Six days on a spot market, until the budget is spent; a step takes four minutes."""
     slow = replace(SLOW, work_s=960.0)
     run = play(weather(3, 168.0), delays=slow, steps=9000, budget_usd=600.0)
-    return view_of(run.journal.lines)
+    return run.journal.lines
+
+
+@pytest.fixture(scope="module")
+def week(week_lines: list[Line]) -> View:
+    return view_of(week_lines)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +66,47 @@ def test_one_screen_tells_the_story_of_a_week(week: View) -> None:
     assert "times: pool spot has no further node: no capacity, last at" in text
     assert "times: new plans (notice)" in text and "times: new plans (loss)" in text
     assert "is almost spent" in lines[-2] and "--all" in lines[-1]
+
+
+@pytest.mark.slow
+def test_what_it_cost_and_what_to_change_stand_above_the_story(
+    folder: Path, week_lines: list[Line]
+) -> None:
+    rows = [row.text for row in why_lines.summary(seen_of(week_lines), ())]
+    assert re.fullmatch(
+        r"cost: goodput 9\d % of the paid GPU time, .*\d % wasted progress.*, "
+        r"\$\d+\.\d\d \(\d+ %\) less than the same training on on-demand nodes",
+        rows[0],
+    )
+    assert re.fullmatch(
+        r"to change: budget_usd: \$600.00 was enough for 1,\d+ of 9,000 steps; at this pace all of "
+        r"them cost about \$\d,\d+",
+        rows[1],
+    )
+    html = page(seen_of(week_lines), ())
+    assert "<b>The budget</b>: $600.00 was enough for" in html
+    assert "Nothing else took a noticeable part of the run's time." in html
+    found = RunVerdict("data", 0.2, 1.0, "steps waited", "data.loader_workers: 4")
+    hours = seen_of_run(RunFolder.of(open_storage(folder)))
+    rows = [row.text for row in why_lines.summary(hours, (found,))]
+    assert rows[1] == f"to change: {found.line}"
+    assert why_lines.summary(hours, ())[1].text == "to change: nothing stands out"
+
+
+def test_doctor_counts_no_echoes_and_names_the_budget_that_ended_a_run(week: View) -> None:
+    checks = {check.name: check for check in doctor.run_troubles(week)}
+    failed = [note.text for note in week.notes if note.kind == "WorkerFailed"]
+    own = [text for text in failed if "(collective)" not in text]
+    assert checks["worker failures"].found.startswith(f"{len(own)}, the last at step")
+    assert 0 < len(own) < len(failed)
+    assert checks["budget"].verdict == "look" and "raise budget_usd" in checks["budget"].hint
+    assert [*checks][:2] == ["phase", "budget"]
+
+
+def test_who_drives_it_no_more_is_told(week: View) -> None:
+    view = replace(week, state=replace(week.state, phase="running", stop=None))
+    assert ": running at step" in why_lines.head(view)
+    assert ": interrupted at step" in why_lines.head(view, driven=False)
 
 
 def test_what_is_folded_is_counted(week: View) -> None:

@@ -16,10 +16,11 @@ from elastic.config.job import job_of
 from elastic.config.pool_checks import check_fit
 from elastic.errors import InfeasiblePlan
 from elastic.models.attention import SequenceShard
+from elastic.planner.choice import Choice
 from elastic.planner.cost import catalog_hardware, collectives, compute, memory, step_cost
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.sites import site_of
-from elastic.planner.layout_choice import Choice, plan_layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.reshard.rank_boxes import check_layers
 from elastic.types import (

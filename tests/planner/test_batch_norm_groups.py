@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner.choice import Choice
 from elastic.planner.hetero.unequal_shares import microbatches
-from elastic.planner.layout_choice import Choice, plan_layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.types import Job, Layout, ModelProfile, Node, OptimizerSpec, SampleProfile, WorkerId
 from elastic.types.grid import each_microbatches

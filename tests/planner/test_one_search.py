@@ -11,7 +11,8 @@ from support.planner.pools import LLAMA_8B, LLAMA_70B, QWEN_MOE, SMALL
 from elastic.api.planning.model_source import Subject
 from elastic.api.planning.plan_nodes import known_of, of_pool
 from elastic.api.planning.query import Query
-from elastic.planner.layout_choice import Choice, plan_layout
+from elastic.planner.choice import Choice
+from elastic.planner.layout_choice import plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.planner.offers import Aim, Offer
 from elastic.planner.published.decoder import Decoder

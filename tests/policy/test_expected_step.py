@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from support.policy.story import Story
 
+from elastic.planner.choice import Choice
 from elastic.planner.cost import catalog_hardware
-from elastic.planner.layout_choice import Choice, plan_layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.planner.published.decoder import Decoder
 from elastic.policy.speed.measured_steps import KEPT_STEPS, expected_s

@@ -13,7 +13,7 @@ from support.counting import calls, growth, operations
 from support.policy.story import MODEL, job
 
 from elastic.observe.accounting.accounts import Books
-from elastic.planner.layout_choice import Choice
+from elastic.planner.choice import Choice
 from elastic.policy import transition_cost
 from elastic.policy.copies import recovery, replica_placement
 from elastic.policy.decide import decide

@@ -11,7 +11,7 @@ import pytest
 from support.reshard.reshard_cases import random_move
 
 from elastic.reshard import flows, pieces, transfer_forecast
-from elastic.reshard.chunks import CHUNK_BYTES, STAGING_BYTES
+from elastic.reshard.chunks import CHUNK_BYTES, LEAST_S, STAGING_BYTES
 from elastic.reshard.communicators import (
     messages_bytes,
     n_communicators,
@@ -20,7 +20,7 @@ from elastic.reshard.communicators import (
 )
 from elastic.reshard.pieces import Cut, Side, bytes_of
 from elastic.reshard.rank_boxes import placements
-from elastic.reshard.transfer_forecast import LEAST_S, Room, TransferRates
+from elastic.reshard.transfer_forecast import Room, TransferRates
 from elastic.reshard.transfer_plan import plan_transfers
 from elastic.types import Layout, ModelProfile, Move, OptimizerSpec, TensorSpec
 

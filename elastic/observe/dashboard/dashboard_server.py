@@ -21,7 +21,7 @@ from pathlib import Path
 from aiohttp import web
 
 from elastic.errors import SpecError
-from elastic.observe.dashboard.run_shelf import RunShelf, packed
+from elastic.observe.dashboard.run_shelf import LOOK_S, RunShelf, packed
 from elastic.observe.dashboard.step_curve import Stretch
 
 STATIC = Path(__file__).with_name("static")
@@ -30,6 +30,7 @@ LEAST_S = 0.05  # between two looks at journals
 # between two looks while nobody asks, and from when on nobody does: a page that is opened finds a
 # journal that is all but read
 UNWATCHED_S, WATCHED_S = 10.0, 15.0
+LEFT_S, LOOK_LEFT_S = 60.0, 10.0  # the same of pages of which none was opened for so long
 BEAT_S = 5.0  # a page that hears nothing for longer says so
 MOST_LISTENERS = 64
 MOST_BUCKETS = 4000
@@ -126,7 +127,7 @@ class DashboardServer:
         self._assets = assets()
         self._changed = asyncio.Condition()
         self._listeners = 0
-        self._asked_s = float("-inf")
+        self._asked_s = self._opened_s = float("-inf")
         self._asked = asyncio.Event()
         self._hosts = {host, "localhost", "127.0.0.1", "::1"}
 
@@ -169,7 +170,8 @@ class DashboardServer:
 
     async def _follow(self) -> None:
         while True:
-            if await asyncio.to_thread(self.shelf.look):
+            left = time.monotonic() - self._opened_s > LEFT_S
+            if await asyncio.to_thread(self.shelf.look, LOOK_LEFT_S if left else LOOK_S):
                 async with self._changed:
                     self._changed.notify_all()
             now_s = time.monotonic()
@@ -233,6 +235,7 @@ class DashboardServer:
         found = self._assets.get(f"/{request.match_info['path']}")
         if found is None:
             return web.Response(status=404, text="not found\n")
+        self._opened_s = time.monotonic()
         return _packed(request, found.body, found.content_type, cache=found.cache)
 
     async def _runs(self, request: web.Request) -> web.StreamResponse:
@@ -240,8 +243,7 @@ class DashboardServer:
         return web.json_response({"runs": listed, "server": self.name})
 
     async def _run(self, request: web.Request) -> web.StreamResponse:
-        body = await asyncio.to_thread(self.shelf.answer, request.match_info["id"])
-        return _packed(request, body)
+        return await self._answer(request)
 
     async def _series(self, request: web.Request) -> web.StreamResponse:
         by = request.query.get("by", "time")
@@ -253,8 +255,15 @@ class DashboardServer:
         except ValueError:
             return _wrong("from, to and buckets must be numbers")
         asked = Stretch(by, low, high, min(MOST_BUCKETS, max(10, buckets)))
-        body = await asyncio.to_thread(self.shelf.answer, request.match_info["id"], asked)
-        return _packed(request, body)
+        return await self._answer(request, asked)
+
+    async def _answer(
+        self, request: web.Request, asked: Stretch | None = None
+    ) -> web.StreamResponse:
+        key = request.match_info["id"]
+        if self.shelf.is_quick(key, asked):
+            return _packed(request, self.shelf.answer(key, asked))
+        return _packed(request, await asyncio.to_thread(self.shelf.answer, key, asked))
 
     async def _notes(self, request: web.Request) -> web.StreamResponse:
         run = self.shelf.followed(request.match_info["id"])

@@ -38,7 +38,7 @@ TURN_S = 0.0005
 MARKED = (
     "WrongNumbers", "GuardTripped", "CopyDamaged", "NodeLost", "WorkerFailed", "Silent",
     "PlanFailed", "StopAsked", "DriverStarted", "PlanEntered", "Notice", "DrillAsked", "CopyFailed",
-    "Evaluated",
+    "NodesMute", "StorageSeen", "Evaluated",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ LOOK_S, LOOK_REMOTE_S = 5.0, 10.0  # between two looks at a journal
 LIST_S, LIST_REMOTE_S = 10.0, 60.0  # between two looks for runs that have begun
 # an answer that takes 10 ms of a core is made once a second at most: a page costs that core 1 %
 DUTY = 100.0
+QUICK_S = 0.005  # an answer, for which no other page waits
 MOST_ANSWERS = 256
 
 
@@ -38,6 +39,7 @@ class _Answer:
     version: int
     body: bytes  # gzip
     again_at_s: float
+    took_s: float
 
 
 class RunShelf:
@@ -100,8 +102,9 @@ class RunShelf:
         listed = [self._listed_at_s + self._list_every_s] if self._all else []
         return min([*listed, *(self._next.get(key, 0.0) for key in self._followed)], default=0.0)
 
-    def look(self) -> bool:
-        """At all journals whose time has come: is anything new?"""
+    def look(self, every_s: float = LOOK_S) -> bool:
+        """At all journals whose time has come: is anything new? `every_s`: between this look at one
+        in a folder and the next."""
         n = len(self._known)
         if self._all:
             # out of reach for a while: those that are known stay
@@ -112,8 +115,8 @@ class RunShelf:
             now_s = time.monotonic()
             if now_s >= self._next.get(key, 0.0):
                 changed |= run.look()
-                every_s = LOOK_REMOTE_S if run.run.storage.remote else LOOK_S
-                self._next[key] = time.monotonic() + every_s
+                least_s = LOOK_REMOTE_S if run.run.storage.remote else 0.0
+                self._next[key] = time.monotonic() + max(least_s, every_s)
         return changed
 
     def listed(self) -> list[dict[str, Any]]:
@@ -132,6 +135,12 @@ class RunShelf:
             )
         return rows
 
+    def is_quick(self, key: str, asked: Stretch | None = None) -> bool:
+        """Took the last answer to this so little that the next one needs no thread?"""
+        known, run = self._answers.get((key, asked)), self._followed.get(key)
+        local = run is not None and not run.reading and not run.run.storage.remote
+        return local and known is not None and known.took_s < QUICK_S
+
     def answer(self, key: str, asked: Stretch | None = None) -> bytes:
         """The newest snapshot, or what is `asked` of its curves, that there is time for. Raises
         KeyError."""
@@ -141,13 +150,14 @@ class RunShelf:
             known.version == run.version or time.monotonic() < known.again_at_s
         ):
             return known.body
-        began_s, version = time.thread_time(), run.version
+        began_s, cpu_s, version = time.monotonic(), time.thread_time(), run.version
         body = packed(snapshot(run) if asked is None else run.series(asked))
-        again_at_s = time.monotonic() + DUTY * (time.thread_time() - began_s)
+        now_s = time.monotonic()
+        again_at_s = now_s + DUTY * (time.thread_time() - cpu_s)
         while len(self._answers) >= MOST_ANSWERS:
             with suppress(StopIteration, KeyError):
                 del self._answers[next(iter(self._answers))]
-        self._answers[key, asked] = _Answer(version, body, again_at_s)
+        self._answers[key, asked] = _Answer(version, body, again_at_s, now_s - began_s)
         return body
 
 

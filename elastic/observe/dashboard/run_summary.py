@@ -41,7 +41,7 @@ def snapshot(run: FollowedRun) -> dict[str, Any]:
 
 
 def _standing(run: FollowedRun, view: View) -> dict[str, Any]:
-    state, plan = view.state, view.state.plan
+    state, plan, cut = view.state, view.state.plan, view.cut_off
     alive = Counter(view.status(node) for node in view.nodes.values())
     phase = "not begun" if run.empty else run_tables.phase(view, bool(run.holder))
     phase = "reading" if run.reading else phase
@@ -88,9 +88,15 @@ def _standing(run: FollowedRun, view: View) -> dict[str, Any]:
         "usd_per_h": 0.0 if view.ended else state.usd_per_h,
         "budget_usd": view.job.budget_usd,
         "deadline_h": view.job.deadline_h,
+        "n_notes": len(view.notes),
         "saved_step": view.saved_step,
         "copies_failed": view.copies_failed,
         "storage_away_s": round(view.at_s - state.away.since_s, 1) if state.away else None,
+        "cut_off": (
+            {"hosts": cut.hosts, "since_s": round(cut.since_s - view.started_at_s, 3)}
+            if cut is not None and not view.ended
+            else None
+        ),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elastic.observe import run_tables
 from elastic.observe.diagnosis import machine_checks
 from elastic.observe.diagnosis.doctor_check import DoctorCheck, HostView, Mark
 from elastic.observe.diagnosis.gpu_setup import gpu_checks
@@ -16,6 +17,7 @@ TROUBLES = {
     "PlanFailed": "failed plans", "DigestChecked": "content that differs",
     "CopyFailed": "checkpoints not made", "CopyDamaged": "damaged copies",
     "RequestFailed": "requests without a node", "WrongNumbers": "silent data corruption",
+    "NodesMute": "driver's host cut off",
 }  # fmt: skip
 
 
@@ -50,10 +52,19 @@ def run_troubles(view: View) -> list[DoctorCheck]:
             "",
         )
     ]
+    if spent := run_tables.spent_early(view):
+        checks.append(DoctorCheck("budget", spent, "look", "raise budget_usd, and run it again"))
     for kind, name in TROUBLES.items():
         notes = [note for note in view.notes if note.kind == kind]
         if kind == "NodeLost":
             notes = [note for note in notes if " was released" not in note.text]
+        if kind == "WorkerFailed":  # the others are echoes of another one's end
+            notes = [note for note in notes if "(collective)" not in note.text] or notes
+        if kind == "NodesMute":  # what began and has ended is one time
+            now = notes[-1:] if view.cut_off else []
+            notes = [
+                note for note in notes[: len(notes) - len(now)] if " had answered " in note.text
+            ] + now
         if notes:
             verdict: Mark = "bad" if kind == "DigestChecked" else "look"
             checks.append(

@@ -17,10 +17,12 @@ from elastic.observe.reporting import page_words, savings
 from elastic.observe.reporting.charts import capacity_chart, loss_chart
 from elastic.observe.reporting.run_seen import RunSeen
 from elastic.observe.reporting.story import MARKS, gpu_word, story
+from elastic.observe.run_tables import spent_early
 from elastic.text import duration, size, span
 from elastic.version import __version__
 
 TEMPLATE = "report_page.html"
+SHORT_S = 600.0  # of a run, whose shares tell little
 ROWS_MOST = 200  # of the table of changes
 OUTCOMES = {"succeeded": "✓", "failed": "✕", "stopped": "■"}
 RUNNING = "▶"
@@ -75,6 +77,7 @@ def content(
         "hours": _in_hours(books), "on_demand": on_demand,
         "on_demand_known": isinstance(on_demand, savings.OnDemand), "restarts": restarts,
         "verdicts": found, "bounds": page_words.BOUNDS, "changes": rows,
+        "budget": spent_early(view), "short": totals.wall_s < SHORT_S,
         "n_changes": len(books.transitions), "phases": page_words.PHASES, "target": target,
         "glossary": page_words.GLOSSARY, "unit": view.unit,
         "usd": usd, "span": span, "percent": percent,

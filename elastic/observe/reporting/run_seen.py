@@ -27,7 +27,8 @@ class RunSeen:
 
 def seen_of_run(run: RunFolder) -> RunSeen:
     """Raises SpecError where the journal says nothing."""
-    return seen_of(find_runs.lines_of(run))
+    with find_runs.uncollected():
+        return seen_of(find_runs.lines_of(run))
 
 
 def seen_of(lines: Iterable[Line]) -> RunSeen:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from elastic import catalog
 from elastic.observe.accounting.accounts import Account
 from elastic.observe.reporting.capacity_history import CapacityHistory
 from elastic.observe.run_view import View
@@ -112,7 +111,11 @@ def on_demand_price(pool: Pool, pools: Sequence[Pool]) -> tuple[float | None, st
     if alike:
         usd = alike[0].usd_per_gpu_h
         return usd, f"${usd:,.2f} per GPU-hour, pool {alike[0].name} of this run"
-    kind = catalog.instance_type(pool.instance_type) if pool.instance_type else None
+    if not pool.instance_type:
+        return None, ""
+    from elastic import catalog  # brings what most runs that are looked at have no need of
+
+    kind = catalog.instance_type(pool.instance_type)
     price, region = kind.usd_per_h_or_elsewhere(pool.region) if kind is not None else (None, "")
     if price is None:
         return None, ""

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 MODULE = "elastic.observe.trackers.tracker_process"
 WAITING_MOST = 20_000  # points
+# between two batches behind the first, unless so many wait: libraries take the points of many steps
+# at once in a half of the processor time
+SEND_EVERY_S, SEND_MOST = 15.0, 500
 SILENT_S = 120.0  # that a library may take for the oldest point before somebody is told
 BEGIN_AGAIN_S, BEGIN_AGAIN_MOST_S = 2.0, 300.0
 LATER = "training continues, and what is missing is sent when the run is run again"
@@ -38,6 +41,8 @@ class TrackerLink:
         self._changed = threading.Condition()
         self._points: deque[TrackerPoint] = deque()  # that it has not taken yet
         self._sent = 0  # the newest step that was sent to this process
+        self._send_s = 0.0  # when the next batch is due (monotonic)
+        self._gone: subprocess.Popen[str] | None = None  # that will answer no more
         self._known = marked(mark, run.key)  # the newest step that it has taken
         self._since_s: float | None = None  # when the oldest point began to wait
         self._opened = self._ended = self._left = self._said = False
@@ -51,6 +56,8 @@ class TrackerLink:
             if point.step <= self._known:
                 return
             self._points.append(point)
+            if len(self._points) == 1 or len(self._points) % SEND_MOST == 0:
+                self._changed.notify_all()
             now_s = time.monotonic()
             self._since_s = now_s if self._since_s is None else self._since_s
             if len(self._points) > WAITING_MOST:
@@ -58,7 +65,6 @@ class TrackerLink:
                 self._tell(f"does not keep up: steps from {self._known + 1} on are missing")
             elif now_s - self._since_s > SILENT_S:
                 self._tell(f"has not answered for {SILENT_S:.0f} s")
-            self._changed.notify_all()
 
     def end(self, outcome: str) -> None:
         """No more points will come."""
@@ -95,7 +101,7 @@ class TrackerLink:
 
     def _serve(self) -> None:
         """One process, to its end."""
-        self._opened, self._sent = False, 0
+        self._opened, self._sent, self._send_s = False, 0, 0.0
         self._output.parent.mkdir(parents=True, exist_ok=True)
         with self._output.open("a") as output:
             process = subprocess.Popen(
@@ -107,7 +113,7 @@ class TrackerLink:
         self._process = process
         assert process.stdin is not None and process.stdout is not None
         answers = threading.Thread(
-            target=self._hear, args=(process.stdout,), name=f"from {self._library}", daemon=True
+            target=self._hear, args=(process,), name=f"from {self._library}", daemon=True
         )
         answers.start()
         with process:  # closes its pipes, waits
@@ -122,25 +128,26 @@ class TrackerLink:
     def _next(self) -> list[dict[str, Any]] | None:
         """What is to be sent; None: all of it was, and the run has ended. Raises OSError where the
         process is gone."""
-        process = self._process
         with self._changed:
-            while True:
-                if process is not None and process.poll() is not None:
-                    raise BrokenPipeError
-                found = [one for one in self._points if one.step > self._sent]
-                if self._opened and found:
-                    self._sent = found[-1].step
+            while self._gone is None or self._gone is not self._process:
+                now_s, last = time.monotonic(), self._outcome is not None
+                waiting = bool(self._points) and self._points[-1].step > self._sent
+                due = last or now_s >= self._send_s or len(self._points) >= SEND_MOST
+                if self._opened and waiting and due:
+                    found = [one for one in self._points if one.step > self._sent]
+                    self._sent, self._send_s = found[-1].step, now_s + SEND_EVERY_S
                     return [asdict(one) for one in found]
-                if self._opened and self._outcome is not None:
+                if self._opened and last:
                     return None
-                self._changed.wait(1.0)
+                self._changed.wait(self._send_s - now_s if waiting and not due else None)
+        raise BrokenPipeError
 
     def _send(self, stream: IO[str], *words: dict[str, Any]) -> None:
         stream.write("".join(f"{json.dumps(word)}\n" for word in words))
         stream.flush()
 
-    def _hear(self, stream: IO[str]) -> None:
-        for line in stream:
+    def _hear(self, process: subprocess.Popen[str]) -> None:
+        for line in process.stdout or ():
             answer = json.loads(line)
             with self._changed:
                 if "failed" in answer:
@@ -153,6 +160,9 @@ class TrackerLink:
                     self._since_s = time.monotonic() if self._points else None
                 self._ended = self._ended or "ended" in answer
                 self._changed.notify_all()
+        with self._changed:
+            self._gone = process
+            self._changed.notify_all()
 
     def _tell(self, what: str) -> None:
         if not self._said:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import ceil
 from operator import attrgetter
 
-from elastic.planner.layout_choice import Choice
+from elastic.planner.choice import Choice
 from elastic.policy.state.state import State
 from elastic.reshard.pieces import Side, bytes_of
 from elastic.types import HardwareProfile, Layout, ModelProfile, Node, Pool, WorkerId

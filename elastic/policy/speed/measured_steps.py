@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from statistics import fmean, linear_regression, median
 
-from elastic.planner.layout_choice import Choice
+from elastic.planner.choice import Choice
 from elastic.policy.state.state import MeasuredSteps, State
 from elastic.types import Plan, StepDone
 

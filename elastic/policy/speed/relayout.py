@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner.choice import Choice
 from elastic.planner.hetero import unequal_shares
-from elastic.planner.layout_choice import Choice
 from elastic.policy import transition_cost
 from elastic.policy.copies import recovery
 from elastic.policy.plans import choice_of, enter

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic.policy import forming_groups, profiling
+from elastic.policy import profiling
 from elastic.policy.copies.retention import ordered_removal
 from elastic.policy.faults import unreached
 from elastic.policy.faults.failures import process_failed, set_status, without, without_faults
 from elastic.policy.faults.recurring_breaks import recorded
 from elastic.policy.pools import drain, hazard
 from elastic.policy.speed.speeds import remembered
-from elastic.policy.state import in_phase
+from elastic.policy.state import formed_groups, in_phase
 from elastic.policy.state.state import Aborting, Failure, Request, State
 from elastic.types import (
     Abort,
@@ -226,6 +226,6 @@ ORDERS: dict[type, Callable[[State, Any, float], State]] = {
     Prepare: _ordered_prepare, EnterPlan: ordered_plan, Abort: _ordered_abort,
     Quiesce: _ordered_quiesce, StoreCopy: _ordered_copy, Stop: _ordered_stop,
     SetCadence: _ordered_cadence, DrainNode: _ordered_drain, RemoveCopy: ordered_removal,
-    RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: forming_groups.ordered,
-        DropGroups: forming_groups.dropped, StartProfile: profiling.ordered,
+    RollForward: _ordered_forward, SetShares: _ordered_shares, FormGroups: formed_groups.ordered,
+        DropGroups: formed_groups.dropped, StartProfile: profiling.ordered,
 }  # fmt: skip

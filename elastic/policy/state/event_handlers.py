@@ -31,17 +31,17 @@ from elastic.policy.faults.failures import (
     without_faults,
 )
 from elastic.policy.faults.quiesced_workers import quiesced
-from elastic.policy.forming_groups import HANDLERS as AHEAD
 from elastic.policy.pools import hard_limits, hazard
 from elastic.policy.speed.measured_steps import with_step
+from elastic.policy.speed.move_pace import paced
 from elastic.policy.speed.speeds import HANDLERS as SPEEDS
 from elastic.policy.speed.speeds import forget
 from elastic.policy.state import in_phase
 from elastic.policy.state.action_effects import ordered_plan
+from elastic.policy.state.formed_groups import HANDLERS as AHEAD
 from elastic.policy.state.layered import less
 from elastic.policy.state.newest_steps import digested, with_loss
 from elastic.policy.state.state import ENDED, Failure, State, StopWish
-from elastic.policy.transition_cost import paced
 from elastic.types import (
     Abort,
     Copy,

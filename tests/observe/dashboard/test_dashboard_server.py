@@ -17,7 +17,7 @@ from support.observe import small_run
 from elastic.errors import SpecError
 from elastic.ledger.journal import write_line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe.dashboard import dashboard_server, run_shelf
+from elastic.observe.dashboard import dashboard_server
 from elastic.observe.dashboard.dashboard_server import (
     DashboardServer,
     assets,
@@ -246,7 +246,7 @@ def test_a_server_that_can_read_no_more_ends(
 ) -> None:
     found = shelf(tmp_path)
 
-    def broken() -> bool:
+    def broken(every_s: float) -> bool:
         raise AssertionError("a fault of ours")
 
     monkeypatch.setattr(found, "look", broken)
@@ -264,24 +264,32 @@ def test_while_nobody_asks_journals_are_looked_at_rarely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard_server, "UNWATCHED_S", 3600.0)
-    monkeypatch.setattr(run_shelf, "LOOK_S", 0.0)
+    monkeypatch.setattr(dashboard_server, "LOOK_S", 0.0)
+    monkeypatch.setattr(dashboard_server, "LOOK_LEFT_S", 0.001)
 
     async def main() -> None:
         given = shelf(tmp_path)
-        n_looks, look = 0, given.look
+        looks, look = list[float](), given.look
 
-        def counted() -> bool:
-            nonlocal n_looks
-            n_looks += 1
-            return look()
+        def counted(every_s: float = 0.0) -> bool:
+            looks.append(every_s)
+            return look(every_s)
+
+        async def looked(every_s: float) -> None:
+            async with asyncio.timeout(30):
+                n = len(looks)
+                while looks[n:].count(every_s) < 3:
+                    await asyncio.sleep(0.01)  # sleeps: within an event loop
 
         monkeypatch.setattr(given, "look", counted)
         async with serving(given) as (server, session):
             await asyncio.sleep(4 * dashboard_server.LEAST_S)  # sleeps: nobody is to look
-            assert n_looks <= 2  # by `serving`, and the first of the server
+            assert len(looks) <= 2  # by `serving`, and the first of the server
             await get(session, "/api/runs")
-            async with asyncio.timeout(30):
-                while n_looks < 5:
-                    await asyncio.sleep(0.01)  # sleeps: within an event loop
+            await looked(0.001)
+            await get(session, "/")
+            await looked(0.0)
+            server._opened_s -= dashboard_server.LEFT_S  # the page is left open
+            await looked(0.001)
 
     asyncio.run(main())

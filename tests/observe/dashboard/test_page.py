@@ -25,7 +25,7 @@ from elastic.observe.dashboard.dashboard_server import DashboardServer, listenin
 from elastic.observe.dashboard.followed_run import PageSources
 from elastic.observe.dashboard.run_shelf import RunShelf
 from elastic.storage import LocalStorage
-from elastic.types import DeviceNoted, NodeLoadSeen, WorkerId
+from elastic.types import DeviceNoted, NodeLoadSeen, NodesMute, WorkerId
 
 SOURCES = ROOT / "elastic" / "observe" / "dashboard" / "page"
 BUILT = SOURCES.with_name("static")
@@ -333,6 +333,38 @@ def test_it_stays_true_while_the_run_and_the_server_change(tmp_path: Path) -> No
         await page.until(f"{headline}.includes('succeeded')")
         # what could not be reached is the server that was gone
         assert all("ERR_" in one or "Failed to load" in one for one in page.complaints)
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
+def test_a_driver_that_no_other_host_answers_is_told_of_while_it_is(tmp_path: Path) -> None:
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        since_s = lines()[229].at_s
+
+        def written(after_s: float, over: str = "") -> str:
+            at_s = since_s + after_s
+            return write_line(Line(at_s, 1, ((at_s, NodesMute(5, since_s, over)),))) + "\n"
+
+        banners = "[...document.querySelectorAll('.banner')].map(b => b.innerText).join()"
+        assert await page.value(banners) == ""
+        begun = [*found.text[:230], written(12)]
+        found.text = begun
+        found.write()
+        await page.until(f"{banners}.includes('none of the 5 other hosts has answered since ')")
+        said = await page.value(banners)
+        assert said.endswith("the driver's own host is cut off; no node counts as lost for that")
+        advice = "document.querySelector('.advice').innerText"
+        assert "driver's host cut off: 1, the last at step" in await page.value(advice)
+        found.text = [*begun, written(100, f"10.0.0.2 answers again {BAD}")]
+        found.write()
+        await page.until(f"{banners} === ''")
+        await page.until(f"{advice}.includes('no other host had answered the driver\\'s for 1:40')")
+        kinds = "document.querySelector('.card.wide .legend').innerText"
+        assert "\nn\ndriver's network" in await page.value(kinds)
+        assert await page.value("window.broken === undefined")
+        assert page.complaints == []
 
     shown(tmp_path, work)
 

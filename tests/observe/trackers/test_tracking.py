@@ -237,6 +237,32 @@ def test_one_that_does_not_keep_up_loses_the_oldest(
     assert len(caplog.records) == 1 and "does not keep up" in caplog.text
 
 
+def test_points_are_sent_in_batches_but_the_first_and_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrackerLink, "_work", lambda self: None)
+    link = TrackerLink("wandb", RUN, mark=tmp_path / "mark.json", output=tmp_path / "out.log")
+    link._opened = True
+
+    def sent(*steps: int) -> list[int]:
+        for step in steps:
+            link.put(TrackerPoint(step, 1.0, {}))
+        return [one["step"] for one in link._next() or ()]
+
+    monkeypatch.setattr(tracker_link, "SEND_EVERY_S", 0.1)
+    assert sent(1) == [1], "a run that begins is seen there"
+    began_s = time.monotonic()
+    assert sent(2, 3) == [2, 3] and time.monotonic() - began_s > 0.08
+    monkeypatch.setattr(tracker_link, "SEND_EVERY_S", 2 * FOREVER_S)
+    assert sent(4) == [4]
+    began_s = time.monotonic()
+    many = range(5, 5 + tracker_link.SEND_MOST)
+    assert sent(*many) == [*many], "an earlier driver's steps are not waited for"
+    link.end("succeeded")
+    assert sent(1000) == [1000] and link._next() is None
+    assert time.monotonic() - began_s < FOREVER_S
+
+
 def test_all_trackers_are_waited_for_at_most_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from support.planner.pools import LLAMA_8B, SMALL, gpu
 
 from elastic.errors import InfeasiblePlan
+from elastic.planner.choice import Choice
 from elastic.planner.cost import memory
 from elastic.planner.cost.memory import Step
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.hetero import unequal_shares
 from elastic.planner.hetero.hetero_split import SplitTask, split
-from elastic.planner.layout_choice import Choice, plan_layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.planner.node_sets import LayoutLimits
 from elastic.types import (
     Job,

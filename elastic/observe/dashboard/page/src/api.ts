@@ -44,7 +44,9 @@ export interface Run {
   step_time_s: number | null; unit: string; started_at_s: number; at_s: number; wall_clock: boolean;
   generation: number; layout: string; n_ranks: number; nodes: Record<string, number>; pools: Pool[];
   usd: number; usd_per_h: number; budget_usd: number | null; deadline_h: number | null;
-  saved_step: number | null; copies_failed: number; storage_away_s: number | null;
+  n_notes: number; saved_step: number | null; copies_failed: number; storage_away_s: number | null;
+  /** No other host answers the driver's; `since_s`: since the run's start. */
+  cut_off: { hosts: number; since_s: number } | null;
   account: {
     categories: Category[];
     totals: { wall_s: number; gpu_seconds: number; usd: number; goodput: number; steps: number; tokens: number; tokens_per_s: number };

@@ -10,7 +10,7 @@ const NAMES: Record<string, string> = {
   WrongNumbers: "silent data corruption", GuardTripped: "guard", CopyDamaged: "damaged checkpoint", NodeLost: "node lost",
   WorkerFailed: "worker failed", Silent: "silent worker", PlanFailed: "plan failed", StopAsked: "stop asked",
   DriverStarted: "driver started", PlanEntered: "generation started", Notice: "notice", DrillAsked: "drill",
-  CopyFailed: "no checkpoint", Evaluated: "validation",
+  CopyFailed: "no checkpoint", NodesMute: "driver's network", StorageSeen: "storage", Evaluated: "validation",
 };
 
 function columns(data: Series, column: Column): uPlot.AlignedData {

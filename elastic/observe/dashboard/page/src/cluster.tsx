@@ -2,7 +2,7 @@
 
 import { useMemo, useRef, useState } from "preact/hooks";
 import type { Drawn, Load, Plan, Run } from "./api";
-import { bytes, count, digits, duration, percents, watts } from "./format";
+import { bytes, count, digits, duration, percent, watts } from "./format";
 
 const STATUS: Record<string, [string, string]> = {
   prepared: ["✓", "ok"], ready: ["…", "wait"], pending: ["…", "wait"], draining: ["↓", "warn"],
@@ -105,9 +105,9 @@ export function Cluster({ run }: { run: Run }) {
 function allSaid(load: Record<string, number>): string {
   const part = (name: string, said: (value: number) => string) => (load[name] === undefined ? "" : said(load[name]));
   return `load of the nodes: ${[
-    part("cpu_share", (v) => `CPU ${percents(v)}`), part("gpu_share", (v) => `GPUs ${percents(v)}`),
-    part("memory_share_most", (v) => `memory of the fullest ${percents(v)}`),
-    part("gpu_memory_share_most", (v) => `GPU memory of the fullest ${percents(v)}`),
+    part("cpu_share", (v) => `CPU ${percent(v, 0)}`), part("gpu_share", (v) => `GPUs ${percent(v, 0)}`),
+    part("memory_share_most", (v) => `memory of the fullest ${percent(v, 0)}`),
+    part("gpu_memory_share_most", (v) => `GPU memory of the fullest ${percent(v, 0)}`),
     part("gpu_celsius_most", (v) => `hottest GPU ${Math.round(v)} °C`), part("gpu_power_w_sum", (v) => `power of all GPUs ${watts(v)}`),
   ].filter(Boolean).join(" · ")}`;
 }
@@ -115,9 +115,9 @@ function allSaid(load: Record<string, number>): string {
 /** In a node's box: what its workers compute on, and the fullest memory. */
 function loadSaid(load: Load): string {
   const host = load.memory / load.memory_of;
-  if (load.gpu == null) return `CPU ${percents(load.cpu)} · mem ${percents(host)}`;
+  if (load.gpu == null) return `CPU ${percent(load.cpu, 0)} · mem ${percent(host, 0)}`;
   const gpu = load.gpu_memory != null && load.gpu_memory_of ? load.gpu_memory / load.gpu_memory_of : null;
-  return `GPU ${percents(load.gpu)} · mem ${percents(gpu ?? host)}`;
+  return `GPU ${percent(load.gpu, 0)} · mem ${percent(gpu ?? host, 0)}`;
 }
 
 function sharesSaid(plan: Plan): string {
@@ -237,14 +237,14 @@ function Details({ node, plan, run }: { node: Drawn; plan: Plan | null; run: Run
 }
 
 function Loads({ load }: { load: Load }) {
-  const of = (used: number, all: number) => `${percents(used / all)} (${bytes(used)} of ${bytes(all)})`;
+  const of = (used: number, all: number) => `${percent(used / all, 0)} (${bytes(used)} of ${bytes(all)})`;
   const gpus = [
-    load.gpu != null && `${percents(load.gpu)} of the time`, load.gpu_w != null && watts(load.gpu_w),
+    load.gpu != null && `${percent(load.gpu, 0)} of the time`, load.gpu_w != null && watts(load.gpu_w),
     load.gpu_celsius != null && `the hottest ${Math.round(load.gpu_celsius)} °C`,
   ].filter(Boolean);
   return (
     <>
-      <dt>CPU</dt><dd>{percents(load.cpu)} of its cores</dd>
+      <dt>CPU</dt><dd>{percent(load.cpu, 0)} of its cores</dd>
       <dt>memory</dt><dd>{of(load.memory, load.memory_of)}{load.worker > 0 && `, ${bytes(load.worker)} by its first worker`}</dd>
       {gpus.length > 0 && <><dt>{load.gpus === 1 ? "GPU" : `${load.gpus} GPUs`}</dt><dd>{gpus.join(", ")}</dd></>}
       {load.gpu_memory != null && load.gpu_memory_of != null && <><dt>GPU memory</dt><dd>{of(load.gpu_memory, load.gpu_memory_of)}</dd></>}

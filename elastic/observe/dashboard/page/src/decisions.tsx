@@ -6,7 +6,7 @@ import { clock, count, duration } from "./format";
 
 const TONES: Record<string, string> = {
   Decision: "decision", NodeLost: "bad", WorkerFailed: "bad", Silent: "bad", PlanFailed: "bad", WrongNumbers: "bad",
-  GuardTripped: "bad", CopyFailed: "bad", CopyDamaged: "bad", Notice: "warn", StopAsked: "warn", RequestFailed: "warn", PlanEntered: "good",
+  GuardTripped: "bad", CopyFailed: "bad", CopyDamaged: "bad", Notice: "warn", StopAsked: "warn", RequestFailed: "warn", NodesMute: "warn", StorageSeen: "warn", PlanEntered: "good",
 };
 
 export function Decisions({ id, run }: { id: string; run: Run }) {
@@ -19,7 +19,7 @@ export function Decisions({ id, run }: { id: string; run: Run }) {
     return () => window.clearTimeout(timer);
   }, [words]);
   const key = `${id} ${kind} ${asked}`;
-  const [found, trouble] = useNewest(key, run.version, () => notes(id, { q: asked, kind }));
+  const [found, trouble] = useNewest(key, `${run.started_at_s} ${run.n_notes}`, () => notes(id, { q: asked, kind }));
   const before = older.key === key ? older.rows : [];
   const newest = found?.rows ?? [];
   const last = newest.at(-1)?.n ?? -1;

@@ -36,12 +36,8 @@ export function dollars(value: number | null | undefined): string {
   return `${value < 0 ? "−" : ""}$${said}`;
 }
 
-export function percent(value: number | null | undefined): string {
-  return value == null || !isFinite(value) ? "–" : `${(100 * value).toFixed(1)} %`;
-}
-
-export function percents(value: number): string {
-  return `${Math.round(100 * value)} %`;
+export function percent(value: number | null | undefined, places = 1): string {
+  return value == null || !isFinite(value) ? "–" : `${(100 * value).toFixed(places)} %`;
 }
 
 export function watts(value: number): string {

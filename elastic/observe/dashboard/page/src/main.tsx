@@ -8,7 +8,7 @@ import { Charts } from "./charts";
 import { Cluster } from "./cluster";
 import { Compare, perMillion } from "./compare";
 import { Decisions } from "./decisions";
-import { count, dollars, duration, loss, nOf, percent, short, words } from "./format";
+import { clock, count, dollars, duration, loss, nOf, percent, short, words } from "./format";
 import { Ahead, Communication, Money } from "./money";
 import { Timeline } from "./timeline";
 
@@ -170,6 +170,7 @@ function Standing({ run }: { run: Run }) {
       {run.trouble && <p class="banner bad" role="alert">these numbers may be old: {run.trouble}</p>}
       {run.reading && <p class="banner busy" role="status">reading the journal: this is how the run stood at step {count(run.step)}</p>}
       {run.storage_away_s !== null && <p class="banner warn" role="alert">storage does not answer for {duration(run.storage_away_s)}: training continues</p>}
+      {run.cut_off && <p class="banner warn" role="alert">{cutOff(run, run.cut_off)}</p>}
       {run.phase === "interrupted" && <p class="banner bad" role="alert">nobody drives this run: its driver has ended without a last line. The same `elastic run` resumes it.</p>}
       <div class="headline">
         <h1 id="phase" class={tone}><span aria-hidden="true">{glyph}</span> {run.phase}</h1>
@@ -199,6 +200,11 @@ function Standing({ run }: { run: Run }) {
       </dl>
     </section>
   );
+}
+
+function cutOff(run: Run, found: { hosts: number; since_s: number }): string {
+  const since = run.wall_clock ? `since ${clock(run.started_at_s + found.since_s)}` : `for ${duration(run.at_s - found.since_s)}`;
+  return `none of the ${nOf(found.hosts, "other host")} has answered ${since}: the driver's own host is cut off; no node counts as lost for that`;
 }
 
 function validation(run: Run): string {

@@ -29,7 +29,7 @@ export interface PlotProps {
 export const GLYPHS: Record<string, string> = {
   WrongNumbers: "!", GuardTripped: "!", CopyDamaged: "!", NodeLost: "L", WorkerFailed: "F", Silent: "S",
   PlanFailed: "P", StopAsked: "■", DriverStarted: "D", PlanEntered: "G", Notice: "N", DrillAsked: "d",
-  CopyFailed: "c", Evaluated: "V",
+  CopyFailed: "c", NodesMute: "n", StorageSeen: "s", Evaluated: "V",
 };
 const SEVERE = new Set(["WrongNumbers", "GuardTripped", "CopyDamaged", "NodeLost", "WorkerFailed", "Silent", "PlanFailed"]);
 
