@@ -34,7 +34,6 @@ from elastic.types import Action, Plan, WorkerId, version_differences
 from elastic.types.orders import WorkerOrder
 from elastic.version import versions
 from elastic.worker.hosting.thread_boundary import waiting
-from elastic.worker.process.environment import AT_START
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +92,6 @@ class _Member:
     seen: int = 0
     pid: int = 0
     generation: int = 0
-
-
-def _started_with(outlives: bool) -> dict[str, Any]:
-    """What Python reads when an actor's process starts, of a node that elastic has not started."""
-    own = {name: os.environ.get(name, value) for name, value in AT_START.items()}
-    return {"runtime_env": {"env_vars": own}} if outlives else {}
 
 
 @dataclass
@@ -191,7 +184,7 @@ class WorkerGroup:
                 lifetime="detached" if setup.outlives else None, max_restarts=0,
                 max_concurrency=MAX_CONCURRENCY,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(placement.ray_id, soft=False),
-                **need, **_started_with(setup.outlives),
+                **need,
             ).remote(setup)  # fmt: skip
         except (RayError, ValueError, OSError) as error:
             self._news.put(

@@ -42,7 +42,7 @@ def test_the_manifests_of_this_repository_follow_the_schema(name: str) -> None:
 REFUSED = [
     (
         ("maxReplicas: 8", "maxReplica: 8"),
-        "53: error: spec.workerGroupSpecs.0.maxReplica: KubeRay 1.7.0 knows no key 'maxReplica' here: "
+        "54: error: spec.workerGroupSpecs.0.maxReplica: KubeRay 1.7.0 knows no key 'maxReplica' here: "
         "it is refused, or ignored; did you mean maxReplicas",
     ),
     (("groupName: p5-spot", "numOfHosts: 1"), "workerGroupSpecs.0.groupName: it is missing, and KubeRay needs it"),

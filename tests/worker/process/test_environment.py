@@ -122,13 +122,3 @@ def test_hashes_of_texts_are_those_of_all_workers() -> None:
 
     assert printed() == printed(PYTHONHASHSEED="0") != printed(PYTHONHASHSEED="7")
     assert printed()[1] == "x y\n"
-
-
-def test_actors_on_nodes_of_others_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from elastic.cluster.workers.worker_group import _started_with
-
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert _started_with(outlives=False) == {}
-    assert _started_with(outlives=True) == {"runtime_env": {"env_vars": {"PYTHONHASHSEED": "0"}}}
-    monkeypatch.setenv("PYTHONHASHSEED", "5")
-    assert _started_with(outlives=True)["runtime_env"]["env_vars"] == {"PYTHONHASHSEED": "5"}
