@@ -21,7 +21,7 @@ def certify_job(folder: str, as_json: bool) -> int:
 
     Raises SpecError, and ProgramError for what the program itself raises."""
     from elastic.api.running.entry import loaded
-    from elastic.api.running.layout_question import AXES, LayoutCheck, asked_of
+    from elastic.api.running.layout_question import AXES, LayoutCheck, asked_of, axes_of_loop
     from elastic.types.grid import axes_of
 
     spec, program = loaded(folder)
@@ -29,7 +29,7 @@ def certify_job(folder: str, as_json: bool) -> int:
     asked = asked_of(spec.model_copy(update={"layout": "auto"}), pools, program)
     if asked is None:
         raise SpecError(f"{folder}: there is nothing to compare: {_why_nothing(spec, program)}")
-    axes = ("tp",) if spec.script else AXES
+    axes = axes_of_loop(program) if spec.script else AXES
     check = LayoutCheck(
         {**asked, "axes": axes, "tps": (2, 4)}, sys.stderr if as_json else sys.stdout
     )
