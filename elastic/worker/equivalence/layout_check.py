@@ -68,13 +68,7 @@ from elastic.worker.equivalence.small_copy import (
 )
 from elastic.worker.equivalence.structure import Structure, structure_of
 from elastic.worker.loop.called_program import called_program
-from elastic.worker.loop.script_host import (
-    NO_CALL,
-    ScriptSource,
-    TrainFunction,
-    called_of,
-    tried,
-)
+from elastic.worker.loop.script_host import NO_CALL, ScriptSource, TrainFunction, called_of, tried
 from elastic.worker.loop.trial import LATE
 from elastic.worker.parallel.context_parallel import check_calls, check_possible
 from elastic.worker.process.environment import die_with_parent
@@ -168,7 +162,9 @@ def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
     job, axes, found = asked.job, [*asked.axes], Verdict()
     if "dp" in axes and asked.model_bytes > BODY_MOST_BYTES:
         axes.remove("dp")
-        size = f"its model has {asked.model_bytes / 1e6:.0f} MB, {BODY_MOST_BYTES / 1e6:.0f} at most"
+        size = (
+            f"its model has {asked.model_bytes / 1e6:.0f} MB, {BODY_MOST_BYTES / 1e6:.0f} at most"
+        )
         found = replace(found, structure=Structure(notes=(not_known(size),)))
     if not axes:
         return found

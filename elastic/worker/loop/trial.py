@@ -36,8 +36,8 @@ from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import WITH_A_BATCH, OfferedBatch, Outcome, Run
 from elastic.worker.loop.loss_reduction import A_MEAN, Means
 from elastic.worker.parallel.keyed_draws import TELLS, DrawOperations
-from elastic.worker.program.calls import ModelCall, ModelCalls, count_of
 from elastic.worker.process.readback import Number
+from elastic.worker.program.calls import ModelCall, ModelCalls, count_of
 from elastic.worker.program.loop_program import EVALUATE, LoopProgram, Own, evaluated
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,11 @@ class Steps(Protocol):
     done: bool  # all of them
 
     def begin(
-        self, program: LoopProgram, optimizer: Own, module: nn.Module, batch: dict[str, torch.Tensor]
+        self,
+        program: LoopProgram,
+        optimizer: Own,
+        module: nn.Module,
+        batch: dict[str, torch.Tensor],
     ) -> None:
         """`module`: that is trained; `batch`: what there is to be given."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,9 +69,7 @@ class BodyPasses:
     done: bool = False
     _now: _Step | None = None
 
-    def begin(
-        self, program: LoopProgram, optimizer: Own, module: nn.Module, batch: Batch
-    ) -> None:
+    def begin(self, program: LoopProgram, optimizer: Own, module: nn.Module, batch: Batch) -> None:
         """`module`: that is trained, with the script's own weights."""
         self._program, self._module, self._batch, self.begun = program, module, batch, True
         self.n = len(next(iter(batch.values())))
@@ -112,6 +111,7 @@ class BodyPasses:
         self._now = _Step(rows)
         self._restore()
         self._around = ExitStack()
+        self._around.enter_context(warnings.catch_warnings(action="ignore"))  # none are shown
         self._around.enter_context(Still())
         self._python = self._around.enter_context(python_random(0.999))
         self._around.enter_context(_Precision(self))  # type: ignore[no-untyped-call]
@@ -209,7 +209,8 @@ class BodyPasses:
             more = "; what is added once for all samples (a penalty on weights): times their number"
             told = unlike_each(whole.loss, losses, self._program.anyway)
             return f"{self.where}: in run.backward {told}{more}"
-        name, off = ("", 0.0) if self.low else _apart(whole, ones)
+        least = self._least() / max(_largest([*self._weights.values()]), 1e-30)
+        name, off = ("", 0.0) if self.low else _apart(whole, ones, least)
         if off <= AGREE:
             return ""
         return (
@@ -227,7 +228,7 @@ class BodyPasses:
                 said = self.drawn and (self.lost() or self.sees_others())
                 why = f"{self._draws()}, each rank its own" if said else ""
             else:
-                alone = next((s.rows is not None for s in judged if not math.isfinite(s.loss)))
+                alone = next(s.rows is not None for s in judged if not math.isfinite(s.loss))
                 which = "a sample alone" if alone else f"{self.n} samples"
                 why = f"{self.where}: the loss of {which} is {next(x for x in numbers if not math.isfinite(x))}"
         return why and not_known(why)
@@ -250,9 +251,7 @@ class BodyPasses:
             ):
                 continue
             extra = name in self._boxes
-            what = (
-                f"extra_state['{name.partition('.')[2]}']" if extra else f"{name} of run.model"
-            )
+            what = f"extra_state['{name.partition('.')[2]}']" if extra else f"{name} of run.model"
             return (
                 f"{what} is another one after a step with one sample than after one with {self.n}: "
                 "it follows from the samples of one rank, of which others have others; let it "
@@ -291,15 +290,15 @@ def _alike(one: float, other: float, agrees: float, least: float, size: float = 
     return abs(one - other) <= max(least, agrees * max(size, abs(one), abs(other)))
 
 
-def _apart(whole: _Step, ones: Sequence[_Step]) -> tuple[str, float]:
+def _apart(whole: _Step, ones: Sequence[_Step], least: float) -> tuple[str, float]:
     """The parameter whose gradient of all samples differs most from the sum of those of each, and
-    by how much of its largest element."""
+    by how much of its largest element. `least`: what is less is no difference."""
     each = {n: [one.gradients[n] for one in ones if n in one.gradients] for n in whole.gradients}
     most = max((_largest([g]) for g in whole.gradients.values()), default=0.0)
     worst = ("", 0.0)
     for name, gradient in whole.gradients.items():
         off = _largest([gradient - sum(each[name], torch.zeros_like(gradient))])
-        size = max(_largest([gradient, *each[name]]), SMALL / AGREE * most, 1e-30)
+        size = max(_largest([gradient, *each[name]]), SMALL / AGREE * most, least / AGREE)
         worst = max(worst, (name, off / size), key=lambda one: one[1])
     return worst
 
