@@ -160,9 +160,9 @@ class Trial:
         known = self.calls and trains(self.calls[-1])  # then no other is asked for
         if self.first is None or not self.calls or trains(call) and not known:
             self.calls.append(call)
-        if self.first is not None and self.program is not None and trains(call):
-            if self.steps is None:
-                raise Entered(self.program)
+        ends = self.first is not None and self.steps is None and trains(call)
+        if ends and self.program is not None:
+            raise Entered(self.program)
         return self.apart()
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -196,8 +196,9 @@ class StaysOnMeta(TorchDispatchMode):
 
 
 class TriedRun(Run):
-    """Gives the first samples once, or those of several steps. Whoever asks where he is, as for `if run.rank == 0:`, may do
-    what is to be done only once: the trial goes on as that of another rank, in another step."""
+    """Gives the first samples once, or those of several steps. Whoever asks where he is, as for `if
+    run.rank == 0:`, may do what is to be done only once: the trial goes on as that of another rank,
+    in another step."""
 
     def __init__(self, run: Run, trial: Trial) -> None:
         whole, device = run.program, "meta" if trial.first is None else "cpu"
@@ -219,7 +220,7 @@ class TriedRun(Run):
         if name in WITH_A_BATCH and not self.__dict__["_begun"]:
             return super().__getattr__(name)  # refused, as in a worker
         trial: Trial = self.__dict__["_trial"]
-        here = ON_SHAPES if trial.first is None else NOT_THE_FIRST
+        here: Mapping[str, int] = ON_SHAPES if trial.first is None else NOT_THE_FIRST
         here = here if trial.steps is None else trial.steps.here
         if name in here:
             return here[name]

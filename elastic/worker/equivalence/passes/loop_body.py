@@ -114,7 +114,7 @@ class BodyPasses:
         self._around.enter_context(warnings.catch_warnings(action="ignore"))  # none are shown
         self._around.enter_context(Still())
         self._python = self._around.enter_context(python_random(0.999))
-        self._around.enter_context(_Precision(self))  # type: ignore[no-untyped-call]
+        self._around.enter_context(_Precision(self))
         some = slice(None) if rows is None else slice(rows, rows + 1)
         return {key: x[some].clone() for key, x in self._batch.items()}
 
@@ -149,7 +149,7 @@ class BodyPasses:
         if self.begun:
             self._around.close()
 
-    # ----------------------------------------------------------------------------- between two steps
+    # ---------------------------------------------------------------------------- between two steps
 
     def _end(self) -> None:
         """What stands behind run.step() has been done too."""
@@ -179,7 +179,7 @@ class BodyPasses:
         self._extra.fresh(self._boxes)
         self._extra.load(self._boxes)
 
-    # ---------------------------------------------------------------------------------- what is said
+    # --------------------------------------------------------------------------------- what is said
 
     def lost(self) -> str:
         """What no new worker gets. '' = nothing, or it cannot be told."""
@@ -228,9 +228,9 @@ class BodyPasses:
                 said = self.drawn and (self.lost() or self.sees_others())
                 why = f"{self._draws()}, each rank its own" if said else ""
             else:
-                alone = next(s.rows is not None for s in judged if not math.isfinite(s.loss))
-                which = "a sample alone" if alone else f"{self.n} samples"
-                why = f"{self.where}: the loss of {which} is {next(x for x in numbers if not math.isfinite(x))}"
+                step = next(step for step in judged if not math.isfinite(step.loss))
+                which = f"{self.n} samples" if step.rows is None else "a sample alone"
+                why = f"{self.where}: the loss of {which} is {step.loss}"
         return why and not_known(why)
 
     def _draws(self) -> str:

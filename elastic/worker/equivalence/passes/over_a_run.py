@@ -61,9 +61,9 @@ def counts_of_others(program: Program, batch: Batch) -> str:
     if whole == each:
         return ""
     return (
-        f"{program.of}count of {n} samples is {whole}, that of the same one by one adds up to {each}: "
-        "each rank and micro-batch counts its own, and the loss is divided by the sum; count each "
-        "sample by itself"
+        f"{program.of}count of {n} samples is {whole}, that of the same one by one adds up to "
+        f"{each}: each rank and micro-batch counts its own, and the loss is divided by the sum; "
+        "count each sample by itself"
     )
 
 
