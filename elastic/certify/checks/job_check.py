@@ -80,7 +80,6 @@ def _row(axis: str, found: Mapping[str, Any], named: bool, *, loop: bool = False
         if axis == "pp"
         else ""
     )
-    noted = next(
-        (note for note in found["structure"]["notes"] if note.startswith(f"{axis} was ")), ""
-    )
+    begins = "whether the body of its loop" if loop and axis == "dp" else f"{axis} was "
+    noted = next((note for note in found["structure"]["notes"] if note.startswith(begins)), "")
     return Check(axis, "not run", why=found["skipped"] or noted or plan)
