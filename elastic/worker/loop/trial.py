@@ -77,6 +77,7 @@ class Steps(Protocol):
         program: LoopProgram,
         optimizer: Own,
         module: nn.Module,
+        *,
         batch: dict[str, torch.Tensor],
     ) -> None:
         """`module`: that is trained; `batch`: what there is to be given."""
@@ -256,7 +257,7 @@ class TriedRun(Run):
         self._trial.watch(self._module, len(next(iter(batch.values()))))
         if (steps := self._trial.steps) is not None:
             self._trial.leaves(steps)
-            steps.begin(self._whole, self.optimizer, self._module, batch)
+            steps.begin(self._whole, self.optimizer, self._module, batch=batch)
         return batch
 
     def step(self, clip_grad_norm: float | None = None) -> bool:

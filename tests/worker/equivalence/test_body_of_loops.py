@@ -138,6 +138,14 @@ def test_what_sees_other_samples_is_refused_by_its_line(name: str, tmp_path: Pat
     assert said.startswith(begins) and says in said, said
 
 
+def test_dp_may_be_taken_as_right(tmp_path: Path) -> None:
+    found(tmp_path, WRONG["negatives of the batch"][0])
+    file = str(tmp_path / "train.py")
+    job = {"steps": 3, "global_batch": 8, "program": file, "script": file}
+    one = check(CheckRequest(Job.from_plain(job), axes=["dp"], trusted=["dp"])).structure
+    assert not one.no_dp and one.notes[0].startswith("dp is trusted, though: train.py:20: "), one
+
+
 @pytest.mark.parametrize(
     ("before", "body", "after"),
     [

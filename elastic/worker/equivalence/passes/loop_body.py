@@ -69,7 +69,9 @@ class BodyPasses:
     done: bool = False
     _now: _Step | None = None
 
-    def begin(self, program: LoopProgram, optimizer: Own, module: nn.Module, batch: Batch) -> None:
+    def begin(
+        self, program: LoopProgram, optimizer: Own, module: nn.Module, *, batch: Batch
+    ) -> None:
         """`module`: that is trained, with the script's own weights."""
         self._program, self._module, self._batch, self.begun = program, module, batch, True
         self.n = len(next(iter(batch.values())))
@@ -184,7 +186,7 @@ class BodyPasses:
     def lost(self) -> str:
         """What no new worker gets. '' = nothing, or it cannot be told."""
         first, *_, again = self._judged()
-        if _alike(first.loss, again.loss, REPEATS, self._least()):
+        if _alike(first.loss, again.loss, REPEATS, least=self._least()):
             return ""
         return (
             f"{self.where}: the loss of the same {self.n} samples is {first.loss:.6g} in one step "
@@ -205,7 +207,7 @@ class BodyPasses:
         agrees = ROUNDING_MOST if self.low else LOSS_AGREES
         losses = [one.loss for one in ones]
         size = max(abs(whole.loss), sum(map(abs, losses)))
-        if not _alike(whole.loss, sum(losses), agrees, self._least(), size):
+        if not _alike(whole.loss, sum(losses), agrees, least=self._least(), size=size):
             more = "; what is added once for all samples (a penalty on weights): times their number"
             told = unlike_each(whole.loss, losses, self._program.anyway)
             return f"{self.where}: in run.backward {told}{more}"
@@ -286,7 +288,7 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.detach() for n, p in module.named_parameters() if p.grad is not None}
 
 
-def _alike(one: float, other: float, agrees: float, least: float, size: float = 0.0) -> bool:
+def _alike(one: float, other: float, agrees: float, *, least: float, size: float = 0.0) -> bool:
     return abs(one - other) <= max(least, agrees * max(size, abs(one), abs(other)))
 
 
