@@ -37,6 +37,31 @@ def test_a_loops_model_that_tp_computes_otherwise_is_refused_in_one_line(tmp_pat
     ), err
 
 
+NEGATIVES = """
+import torch, elastic
+model = torch.nn.Linear(4, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.randn(16, 4)
+with elastic.loop(model=model, optimizer=optimizer, dataset=data, steps=3, global_batch=4) as run:
+    for x in run:
+        scores = run.model(x) @ run.model(x.flip(1)).T
+        run.backward((scores.logsumexp(1) - scores.diagonal()).sum())
+        run.step()
+"""
+
+
+def test_a_loops_body_that_sees_other_samples_is_refused_in_one_line(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    pools = [{"name": "spot", "market_type": "spot", "max_nodes": 2}]
+    shell.job(program=None, script="train.py", pools=pools)
+    (tmp_path / "tiny" / "train.py").write_text(NEGATIVES)
+    code, _, err = shell.here("run", "tiny", "--json")
+    line = err.splitlines()[-1]
+    assert code == 2 and line.startswith(
+        "elastic: layout 'dp_shard=2': no dp: train.py:9: in run.backward the loss of 4 samples is "
+    ), err
+
+
 # what is said of each program: tests/foreign/test_foreign_layouts.py; that a command refuses it:
 # tests/certify/checks/test_job_check.py
 @pytest.mark.whole

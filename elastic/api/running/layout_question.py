@@ -54,13 +54,13 @@ def asked_of(
     spec: JobSpec, pools: Sequence[Pool], program: Program | None = None
 ) -> dict[str, Any] | None:
     """What is to be found out for a run on these pools; None where nothing can differ: one worker,
-    or a script, whose loss is its own, without tp. `program`: of a script."""
+    or a script that is none of ours. `program`: of a script."""
     n_workers = sum(pool.max_nodes * pool.gpus_per_node for pool in pools) + sum(
         entry.add is not None for entry in spec.drill
     )
-    if n_workers < 2 or (spec.script and not (program and program.tp)):
+    if n_workers < 2 or (spec.script and program is None):
         return None
-    possible = ("tp",) if spec.script else AXES
+    possible = axes_of_loop(program) if spec.script and program is not None else AXES
     most = max((pool.gpus_per_node for pool in pools), default=1)
     each = [_open_axes(one.job(), one.layouts(), most) for one in spec.each_phase()]
     axes = [axis for axis in possible if any(axis in found for found, _ in each)]
@@ -77,6 +77,11 @@ def asked_of(
 
         asked["model_bytes"] = sum(p.nbytes for p in build_meta(program).parameters())
     return asked
+
+
+def axes_of_loop(program: Program) -> tuple[str, ...]:
+    """That a script which enters a loop can be asked for."""
+    return ("dp", "tp") if program.tp else ("dp",)
 
 
 def _open_axes(job: Job, texts: Sequence[str], most_per_node: int) -> tuple[list[str], list[int]]:
@@ -230,15 +235,21 @@ def checked(model: ModelProfile, verdict: Verdict | None, program: Program) -> M
 
 def _said(verdict: Verdict, program: Program) -> Iterator[str]:
     loop = type(program).__name__ == "LoopProgram"
-    if verdict.equal:
-        what = "outputs of its first call" if loop else "loss"
-        seconds = sum(verdict.equal.values())
+    equal = dict(verdict.equal or {})
+    if loop and "dp" in equal:
         yield (
-            f"{', '.join(verdict.equal)}: {what} and gradients of a small copy match those of one "
-            f"process ({seconds:.1f} s, cached)"
+            "dp: the body of its loop trains on samples together as on each alone "
+            f"({equal.pop('dp'):.1f} s, cached)"
+        )
+    if equal:
+        what = "outputs of its first call" if loop else "loss"
+        yield (
+            f"{', '.join(equal)}: {what} and gradients of a small copy match those of one "
+            f"process ({sum(equal.values()):.1f} s, cached)"
         )
     if verdict.skipped:
-        more = "; compare the first losses with those of --layout auto,tp=1" if loop else ""
+        one = "auto,tp=1" if program.tp else "dp_shard=1"
+        more = f"; compare the first losses with those of --layout {one}" if loop else ""
         yield f"the layouts' values were not compared before the start: {verdict.skipped}{more}"
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic.errors import SpecError
-from elastic.program import Program
 from elastic.scenarios.check import Check
 
-if TYPE_CHECKING:
-    from elastic.config.job import JobSpec
+OF_A_BODY = "the body of its loop trains on samples together as on each alone"
 
 
 def certify_job(folder: str, as_json: bool) -> int:
@@ -21,15 +19,15 @@ def certify_job(folder: str, as_json: bool) -> int:
 
     Raises SpecError, and ProgramError for what the program itself raises."""
     from elastic.api.running.entry import loaded
-    from elastic.api.running.layout_question import AXES, LayoutCheck, asked_of
+    from elastic.api.running.layout_question import AXES, LayoutCheck, asked_of, axes_of_loop
     from elastic.types.grid import axes_of
 
     spec, program = loaded(folder)
     pools = tuple(pool.pool() for pool in spec.pools)
     asked = asked_of(spec.model_copy(update={"layout": "auto"}), pools, program)
     if asked is None:
-        raise SpecError(f"{folder}: there is nothing to compare: {_why_nothing(spec, program)}")
-    axes = ("tp",) if spec.script else AXES
+        raise SpecError(f"{folder}: there is nothing to compare: its pools give one worker")
+    axes = axes_of_loop(program) if spec.script else AXES
     check = LayoutCheck(
         {**asked, "axes": axes, "tps": (2, 4)}, sys.stderr if as_json else sys.stdout
     )
@@ -39,7 +37,7 @@ def certify_job(folder: str, as_json: bool) -> int:
         check.close()
     assert found is not None
     named = {axis for layout in spec.least_layouts() for axis in axes_of(layout)}
-    rows = [_row(axis, found.plain(), axis in named) for axis in axes]
+    rows = [_row(axis, found.plain(), axis in named, loop=bool(spec.script)) for axis in axes]
     # most programs have no experts
     rows = [row for row in rows if row.name != "ep" or row.verdict != "not run" or row.why]
     if as_json:
@@ -61,18 +59,7 @@ def certify_job(folder: str, as_json: bool) -> int:
     return int(any(row.verdict == "fail" for row in rows))
 
 
-def _why_nothing(spec: JobSpec, program: Program) -> str:
-    if not spec.script:
-        return "its pools give one worker"
-    if program.tp:
-        return "no node of its pools has two GPUs, between which tp could cut"
-    return (
-        "elastic.loop(tp=...) is not given, and what else a loop's layouts share out are samples "
-        "and weights, which changes no function"
-    )
-
-
-def _row(axis: str, found: Mapping[str, Any], named: bool) -> Check:
+def _row(axis: str, found: Mapping[str, Any], named: bool, *, loop: bool = False) -> Check:
     """An axis that is closed to the program fails only where the job's layout has it."""
     equal, why = (found["equal"] or {}).get(axis), found["structure"][f"no_{axis}"]
     if equal is not None:
@@ -80,7 +67,9 @@ def _row(axis: str, found: Mapping[str, Any], named: bool) -> Check:
             axis,
             "pass",
             seconds=equal,
-            why="loss and gradients of a small copy match those of one process",
+            why=OF_A_BODY
+            if loop and axis == "dp"
+            else "loss and gradients of a small copy match those of one process",
         )
     if why:
         return Check(axis, "fail" if named else "not run", why=f"closed: {why}")
@@ -91,7 +80,6 @@ def _row(axis: str, found: Mapping[str, Any], named: bool) -> Check:
         if axis == "pp"
         else ""
     )
-    noted = next(
-        (note for note in found["structure"]["notes"] if note.startswith(f"{axis} was ")), ""
-    )
+    begins = "whether the body of its loop" if loop and axis == "dp" else f"{axis} was "
+    noted = next((note for note in found["structure"]["notes"] if note.startswith(begins)), "")
     return Check(axis, "not run", why=found["skipped"] or noted or plan)

@@ -124,15 +124,20 @@ def sees_others(small: SmallCopy, batch: Batch) -> str:
     losses = _losses(small, [double(one) for one in (batch, *ones)], torch.float64)
     if not losses or math.isclose(losses[0], sum(losses[1:]), rel_tol=LOSS_AGREES):
         return ""
+    return unlike_each(losses[0], losses[1:], small.program.anyway)
+
+
+def unlike_each(whole: float, ones: Sequence[float], anyway: str) -> str:
+    """What is said of samples whose loss is not the sum of those of each."""
+    n, each = len(ones), sum(ones)
     of_what = (
         "a result depends on which samples stand beside it; compute each by itself, or say "
-        f"{small.program.anyway} to train on all the same"
+        f"{anyway} to train on all the same"
     )
-    if math.isclose(ROWS * losses[0], sum(losses[1:]), rel_tol=LOSS_AGREES):
+    if math.isclose(n * whole, each, rel_tol=LOSS_AGREES):
         of_what = "a mean, it seems; the loss must be the sum over the batch (reduction='sum')"
     return (
-        f"the loss of {ROWS} samples is {losses[0]:.6g}, that of the same one by one "
-        f"{sum(losses[1:]):.6g}: {of_what}"
+        f"the loss of {n} samples is {whole:.6g}, that of the same one by one {each:.6g}: {of_what}"
     )
 
 

@@ -50,6 +50,7 @@ from elastic.worker.equivalence.passes.between_passes import (
 )
 from elastic.worker.equivalence.passes.drawn_together import drawn_together
 from elastic.worker.equivalence.passes.kept_by_passes import gradients_see_others, kept_by_passes
+from elastic.worker.equivalence.passes.loop_body import BodyPasses, not_known
 from elastic.worker.equivalence.passes.over_a_run import (
     check_seeds,
     counts_others,
@@ -59,10 +60,16 @@ from elastic.worker.equivalence.passes.over_a_run import (
     sees_others_later,
 )
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, check_samples, shortened
-from elastic.worker.equivalence.small_copy import SmallCopy, TooLarge, job_of_copy
+from elastic.worker.equivalence.small_copy import (
+    WHOLE_MOST_PARAMETERS,
+    SmallCopy,
+    TooLarge,
+    job_of_copy,
+)
 from elastic.worker.equivalence.structure import Structure, structure_of
 from elastic.worker.loop.called_program import called_program
-from elastic.worker.loop.script_host import ScriptSource, TrainFunction, first_call
+from elastic.worker.loop.script_host import NO_CALL, ScriptSource, TrainFunction, called_of, tried
+from elastic.worker.loop.trial import LATE
 from elastic.worker.parallel.context_parallel import check_calls, check_possible
 from elastic.worker.process.environment import die_with_parent
 from elastic.worker.process.free_memory import free_host_bytes
@@ -79,6 +86,7 @@ READS_MOST = 10_000
 SETTINGS = (".py", ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini")
 READ_MOST_BYTES = 1 << 20  # of a file that counts as part of the program; larger ones are data
 COMPARE_S = 40.0
+BODY_MOST_BYTES = 4 * WHOLE_MOST_PARAMETERS  # of a model that the body of a loop is tried with
 
 
 @dataclass(frozen=True)
@@ -145,15 +153,33 @@ def check(asked: CheckRequest, function: TrainFunction | None = None) -> Verdict
 
 
 def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
-    """By what its loop calls its model with first to train it, and by what before."""
+    """Its body, by what it trains on samples together and on each alone; tp, by what its loop calls
+    its model with first to train it, and by what before."""
     if asked.model_bytes > free_host_bytes() // 2:
         size = f"{asked.model_bytes / 1e9:.1f} GB"
         room = "more than there is room for: start it where twice as much memory is free"
         return Verdict(skipped=f"its model has {size}, {room}", steady=False)
-    job = asked.job
-    program = first_call(ScriptSource.of(job, function), lambda data: batch_of(data, None))
-    asked = replace(asked, job=replace(job, script=None))
-    found = Verdict()
+    job, axes, found = asked.job, [*asked.axes], Verdict()
+    if "dp" in axes and asked.model_bytes > BODY_MOST_BYTES:
+        axes.remove("dp")
+        size = (
+            f"its model has {asked.model_bytes / 1e6:.0f} MB, {BODY_MOST_BYTES / 1e6:.0f} at most"
+        )
+        found = replace(found, structure=Structure(notes=(not_known(size),)))
+    if not axes:
+        return found
+    body = BodyPasses(with_first="tp" in axes) if "dp" in axes else None
+    began = time.monotonic()
+    source = ScriptSource.of(job, function)
+    trial, why = tried(source, lambda data: batch_of(data, None), body)
+    if body is not None:
+        found = _of_body(body, why, found, seconds=time.monotonic() - began)
+    if "tp" not in axes:
+        return found
+    if body is not None and not trial.calls:
+        return replace(found, skipped=NO_CALL.format(why=why), steady=False)
+    program = called_of(trial, why)
+    asked = replace(asked, job=replace(job, script=None), axes=["tp"])
     for call, words in ((program.called, OF_A_CALL), (program.called_before, OF_A_FIRST_CALL)):
         if call is not None and not found.structure.no_tp and not found.skipped:
             own, batch = called_program(program, call)
@@ -161,6 +187,18 @@ def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
             found = _compared(asked, own, trace(own), batch=batch, found=found, words=words)
     notes = (*program.notes, *found.structure.notes)
     return replace(found, structure=replace(found.structure, notes=notes))
+
+
+def _of_body(body: BodyPasses, why: str, found: Verdict, *, seconds: float) -> Verdict:
+    """`why`: it was followed no further; `seconds`: that it took."""
+    if note := body.note(why):
+        structure = replace(found.structure, notes=(*found.structure.notes, note))
+        return replace(found, structure=structure, steady=LATE not in why)
+    if lost := body.lost():
+        return replace(found, structure=replace(found.structure, no_dp=lost, no_tp=lost))
+    if sees := body.sees_others():
+        return replace(found, structure=replace(found.structure, no_dp=sees, at_once=True))
+    return replace(found, equal={"dp": round(seconds, 3)})
 
 
 def _of_program(asked: CheckRequest) -> Verdict:

@@ -29,7 +29,7 @@ from elastic.worker.loop import clipping
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
 from elastic.worker.loop.loop_model import GenerationAborted, outline_of
-from elastic.worker.loop.trial import Entered, FirstBatch, Trial, is_found, trains
+from elastic.worker.loop.trial import Entered, FirstBatch, Steps, Trial, is_found, trains
 from elastic.worker.parallel.keyed_draws import KeyedDraws
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.readback import Number
@@ -69,6 +69,10 @@ INSTEAD = {  # of what ray.train gives to its own workers
     "get_dataset_shard": "give elastic.loop the whole dataset=; each batch is this "
     "rank's share of it",
 }
+NO_CALL = (
+    "the body of its loop was not followed to its first run.model(...): {why}; call run.model "
+    "itself, with tensors, before what ends there"
+)
 DONE_ALREADY = "run.model and the batches are this rank's parts, on its device"
 
 
@@ -139,7 +143,7 @@ def capture(
 ) -> LoopProgram:
     """Runs the script until it enters `elastic.loop`, and tries its loop once: the program that it
     has made. Raises SpecError where it never enters it, and for what the trial has found."""
-    trial, _ = _tried(ScriptSource(str(file), tuple(args), seed, function))
+    trial, _ = tried(ScriptSource(str(file), tuple(args), seed, function))
     assert trial.program is not None
     notes = (*trial.program.notes, *trial.notes)
     return replace(trial.program, called=next(iter(trial.calls), None), notes=notes)
@@ -149,13 +153,14 @@ def first_call(source: ScriptSource, first: FirstBatch) -> LoopProgram:
     """The same with values, up to the first call of its model that trains, with the samples of
     `first`: what it is `called` with, and what before, if that is another call. Raises SpecError
     where the script comes to no call."""
-    trial, why = _tried(source, first)
+    return called_of(*tried(source, first))
+
+
+def called_of(trial: Trial, why: str) -> LoopProgram:
+    """What such a trial has found. `why`: it went no further."""
     assert trial.program is not None
     if not trial.calls:
-        raise SpecError(
-            f"the body of its loop was not followed to its first run.model(...): {why}; call "
-            "run.model itself, with tensors, before what ends there"
-        )
+        raise SpecError(NO_CALL.format(why=why))
     first_one, called = trial.calls[0], replace(trial.calls[-1], evaluates=False)
     before = first_one if unlike(first_one, called) else None
     note = (
@@ -171,12 +176,15 @@ def unlike(one: ModelCall, other: ModelCall) -> bool:
     return one.evaluates != other.evaluates or outline_of(one) != outline_of(other)
 
 
-def _tried(source: ScriptSource, first: FirstBatch | None = None) -> tuple[Trial, str]:
-    """And why it went no further."""
+def tried(
+    source: ScriptSource, first: FirstBatch | None = None, steps: Steps | None = None
+) -> tuple[Trial, str]:
+    """The script, run up to its loop, and the body of that: on shapes, or with the samples of
+    `first` up to a call of its model, or through `steps`. And why it went no further."""
     why = "it has none"
     with ExitStack() as stack:
         stack.enter_context(clipping.refused())
-        here.host = trial = Trial(stack, first)
+        here.host = trial = Trial(stack, first, steps)
         try:
             source.run()
         except Entered as end:
@@ -184,7 +192,7 @@ def _tried(source: ScriptSource, first: FirstBatch | None = None) -> tuple[Trial
         except Interrupted:  # no sys.exit of the script: a signal
             raise
         except Exception as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
-            if trial.program is None or is_found(error):
+            if trial.program is None or steps is None and is_found(error):
                 told = _refused(source, error, entered=trial.program is not None)
                 # what ours say in one line is all
                 raise told from (None if isinstance(error, ElasticError) else error)

@@ -1,6 +1,7 @@
 """The first pass through a loop's body, in the driver: on the meta device, where nothing is
 computed and nothing can be read. What is wrong with the loss is found before a worker starts. Or
-with values, up to the first call of its model: what it is called with."""
+with values, up to the first call of its model: what it is called with; or through several steps,
+whose samples somebody else gives."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from contextlib import (
     redirect_stdout,
 )
 from dataclasses import replace
+from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,11 +33,12 @@ from elastic.data.collate import collate
 from elastic.errors import ProgramError
 from elastic.user_frames import user_line
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
-from elastic.worker.loop.loop import WITH_A_BATCH, OfferedBatch, Run
+from elastic.worker.loop.loop import WITH_A_BATCH, OfferedBatch, Outcome, Run
 from elastic.worker.loop.loss_reduction import A_MEAN, Means
 from elastic.worker.parallel.keyed_draws import TELLS, DrawOperations
+from elastic.worker.process.readback import Number
 from elastic.worker.program.calls import ModelCall, ModelCalls, count_of
-from elastic.worker.program.loop_program import EVALUATE, LoopProgram, evaluated
+from elastic.worker.program.loop_program import EVALUATE, LoopProgram, Own, evaluated
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,9 @@ NOT_THE_FIRST = {"rank": 1, "world_size": 2, "step_index": 0, "epoch": 0}
 ON_SHAPES = NOT_THE_FIRST | {"world_size": 1, "step_index": 1}
 SOME_STEPS = 1000  # of a job, where a script that only asks does not say how many itself
 MOST_S = 10.0  # of a body that does not come to its run.step()
+STEPS_MOST_S = 30.0  # of several steps with values
+LATE = "it has not come there in"
+ANY = 1.0  # of a step whose numbers nobody knows
 ROWS = 2  # of one sample a mean cannot be told from a sum
 # what torch says of layers that do not fit each other, whatever the batch is
 SHAPES = re.compile(
@@ -61,16 +67,50 @@ class Entered(BaseException):
         self.program, self.why = program, why
 
 
+class Steps(Protocol):
+    """Gives a body the samples of several steps, and looks at what it makes of them."""
+
+    done: bool  # all of them
+
+    def begin(
+        self,
+        program: LoopProgram,
+        optimizer: Own,
+        module: nn.Module,
+        *,
+        batch: dict[str, torch.Tensor],
+    ) -> None:
+        """`module`: that is trained; `batch`: what there is to be given."""
+
+    @property
+    def here(self) -> Mapping[str, int]:
+        """What run.rank and the like are now."""
+
+    def next(self) -> dict[str, torch.Tensor] | None:
+        """The samples of the next step; None: there is none."""
+
+    def backward(self, call: Callable[[], None]) -> None:
+        """Does what run.backward does."""
+
+    def stepped(self, loss_sum: Number, count: Number) -> None:
+        """The body has come to run.step()."""
+
+    def close(self) -> None:
+        """The body was left."""
+
+
 class Trial:
     """The driver as the host of a script. `program`: what it trains, once it has entered its loop;
     `calls`: of its model. With values: the first that trains, and the first, which may be another.
     """
 
-    def __init__(self, stack: ExitStack, first: FirstBatch | None = None) -> None:
+    def __init__(
+        self, stack: ExitStack, first: FirstBatch | None = None, steps: Steps | None = None
+    ) -> None:
         """`first`: the batch that is given with its values, up to the first call of the model that
-        trains; None = two samples without values, up to run.step()."""
+        trains, or through `steps`; None = two samples without values, up to run.step()."""
         self.program: LoopProgram | None = None
-        self.first = first
+        self.first, self.steps = first, steps
         self.run: TriedRun | None = None
         self.calls: list[ModelCall] = []
         self.drawn: dict[str, str] = {}  # beside its model: file and line -> what draws there
@@ -81,7 +121,8 @@ class Trial:
         self.program = run.program
         if threading.current_thread() is not threading.main_thread():
             raise Entered(run.program)  # nothing could end a body that hangs
-        self._stack.enter_context(_ended_after(MOST_S, run.program))
+        most_s = MOST_S if self.steps is None else STEPS_MOST_S
+        self._stack.enter_context(_ended_after(most_s, run.program))
         for muted in (redirect_stdout, redirect_stderr):
             self._stack.enter_context(muted(io.StringIO()))
         self.run = TriedRun(run, self)
@@ -103,6 +144,10 @@ class Trial:
         self._stack.enter_context(ModelCalls(n_rows, self._called).of(module))
         self._stack.enter_context(DrawOperations(self._drawn))
 
+    def leaves(self, steps: Steps) -> None:
+        """They are closed where the body is left."""
+        self._stack.callback(steps.close)
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """What is drawn inside is the model's."""
@@ -113,9 +158,11 @@ class Trial:
             self._apart = before
 
     def _called(self, call: ModelCall) -> AbstractContextManager[None]:
-        if self.first is None or not self.calls or trains(call):
+        known = self.calls and trains(self.calls[-1])  # then no other is asked for
+        if self.first is None or not self.calls or trains(call) and not known:
             self.calls.append(call)
-        if self.first is not None and self.program is not None and trains(call):
+        ends = self.first is not None and self.steps is None and trains(call)
+        if ends and self.program is not None:
             raise Entered(self.program)
         return self.apart()
 
@@ -150,8 +197,9 @@ class StaysOnMeta(TorchDispatchMode):
 
 
 class TriedRun(Run):
-    """Gives the first samples once. Whoever asks where he is, as for `if run.rank == 0:`, may do
-    what is to be done only once: the trial goes on as that of another rank, in another step."""
+    """Gives the first samples once, or those of several steps. Whoever asks where he is, as for `if
+    run.rank == 0:`, may do what is to be done only once: the trial goes on as that of another rank,
+    in another step."""
 
     def __init__(self, run: Run, trial: Trial) -> None:
         whole, device = run.program, "meta" if trial.first is None else "cpu"
@@ -160,7 +208,9 @@ class TriedRun(Run):
             return whole.given({key: value.to(device) for key, value in batch.items()})
 
         super().__init__(replace(whole, given=there), run.optimizer)
-        self._whole, self.handoff = whole, _NoWorker(whole)
+        self._whole, self.handoff = whole, _NoWorker(whole, trial.steps)
+        if trial.steps is not None:  # one of many steps, before which others were done
+            self.committed, self.train_loss, self.grad_norm = True, ANY, ANY
         self._begun = False  # has the first batch been given?
         with torch.device(device):
             self._module = whole.model()
@@ -170,7 +220,9 @@ class TriedRun(Run):
     def __getattr__(self, name: str) -> Any:
         if name in WITH_A_BATCH and not self.__dict__["_begun"]:
             return super().__getattr__(name)  # refused, as in a worker
-        here = ON_SHAPES if self.__dict__["_trial"].first is None else NOT_THE_FIRST
+        trial: Trial = self.__dict__["_trial"]
+        here: Mapping[str, int] = ON_SHAPES if trial.first is None else NOT_THE_FIRST
+        here = here if trial.steps is None else trial.steps.here
         if name in here:
             return here[name]
         if name == "steps":
@@ -179,28 +231,46 @@ class TriedRun(Run):
 
     def __next__(self) -> Any:
         if self._batch is not None:
-            raise Entered(self._whole)
+            raise Entered(self._whole, "it leaves a batch without run.step()")
         return super().__next__()
 
     def _offered(self) -> OfferedBatch:
-        if self._begun:
+        steps = self._trial.steps
+        if not self._begun:
+            batch: dict[str, torch.Tensor] | None = self._begin()
+        elif steps is None:
             raise Entered(self._whole)
+        if steps is not None and (batch := steps.next()) is None:
+            raise Entered(self._whole)
+        self._in_a_step = True
+        self.logged.begin()
+        assert batch is not None
+        return OfferedBatch(batch, 0, 0)
+
+    def _begin(self) -> dict[str, torch.Tensor]:
+        """The samples that there are."""
         assert self._whole.dataset is not None
         if self._trial.first is None:
             self._evaluate()
         self._begun = True
         batch = (self._trial.first or _first)(self._whole.dataset())
         self._trial.watch(self._module, len(next(iter(batch.values()))))
-        return OfferedBatch(batch, 0, 0)
+        if (steps := self._trial.steps) is not None:
+            self._trial.leaves(steps)
+            steps.begin(self._whole, self.optimizer, self._module, batch=batch)
+        return batch
 
     def step(self, clip_grad_norm: float | None = None) -> bool:
-        if not self._n_backward:
-            raise Entered(self._whole)  # what is missing may be what another rank or step does
+        if not self._n_backward:  # what is missing may be what another rank or step does
+            raise Entered(self._whole, "it comes to run.step() without run.backward(loss)")
         return super().step(clip_grad_norm)
 
     def backward(self, loss: torch.Tensor) -> None:
         with self._trial.apart():  # what is computed again
-            super().backward(loss)
+            if self._trial.steps is None:
+                super().backward(loss)
+            else:
+                self._trial.steps.backward(partial(super().backward, loss))
 
     def _evaluate(self) -> None:
         """What the script gives for its validation set, on shapes. Raises ProgramError for a
@@ -232,11 +302,14 @@ def _first(dataset: Any) -> dict[str, torch.Tensor]:
 
 
 class _NoWorker(Handoff):
-    def __init__(self, program: LoopProgram) -> None:
+    def __init__(self, program: LoopProgram, steps: Steps | None) -> None:
         super().__init__()
-        self._program = program
+        self._program, self._steps = program, steps
 
-    def say(self, word: HandoffMessage) -> NoReturn:
+    def say(self, word: HandoffMessage) -> Outcome:
+        if self._steps is not None and word.kind == "step":
+            self._steps.stepped(word.loss_sum, word.tokens)
+            return Outcome(True, ANY, ANY)
         raise Entered(self._program, f"it comes to run.{word.kind}() without one")
 
 
@@ -245,7 +318,7 @@ def _ended_after(seconds: float, program: LoopProgram) -> Iterator[None]:
     """An alarm that somebody else has set is rung when it was to be."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Entered(program, f"it has not come there in {seconds:.0f} s")
+        raise Entered(program, f"{LATE} {seconds:.0f} s")
 
     began_s = time.monotonic()
     before = signal.signal(signal.SIGALRM, end)

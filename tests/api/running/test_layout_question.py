@@ -96,13 +96,19 @@ class Shift(nn.Module):
         return x + self.by * x.sum(-1, keepdim=True)
 
 
-def test_of_a_script_only_its_tp_is_asked_for() -> None:
+def test_of_a_script_its_body_and_its_tp_are_asked_for() -> None:
     script = spec(FOREIGN / "residual_outside.py", script="train.py")
     found = asked_of(script, POOLS, program_of(CUT))
-    assert found is not None and found["axes"] == ["tp"] and found["model_bytes"] == 49 * 4
-    for layout, tp in (("auto", {}), ("dp_shard=4", CUT), ("auto,tp=1", CUT)):
-        alone = spec(FOREIGN / "residual_outside.py", script="train.py", layout=layout)
-        assert asked_of(alone, POOLS, program_of(tp)) is None
+    assert found is not None and found["model_bytes"] == 49 * 4
+    each: list[tuple[str, dict[str, str], list[str]]] = [
+        ("auto", CUT, ["dp", "tp"]), ("auto", {}, ["dp"]), ("dp_shard=4", CUT, ["dp"]),
+        ("auto,tp=1", CUT, ["dp"]), ("tp=2", CUT, ["tp"]),
+    ]  # fmt: skip
+    for layout, tp, axes in each:
+        one = spec(FOREIGN / "residual_outside.py", script="train.py", layout=layout)
+        found = asked_of(one, POOLS, program_of(tp))
+        assert found is not None and found["axes"] == axes
+    assert asked_of(script, POOLS) is None  # it enters no loop
 
 
 @pytest.mark.e2e

@@ -68,23 +68,22 @@ def loop_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.e2e
-def test_certify_says_it_of_a_loop_with_tp(
-    loop_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_certify_says_it_of_a_loop(loop_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (loop_folder / "train.py").write_text(LOOP.replace("TP", "tp={'0': 'colwise', '2': 'rowwise'}"))
     assert command_line.main(["certify", str(loop_folder), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["axes"]
-    assert (row["axis"], row["verdict"]) == ("tp", "pass")
+    rows = json.loads(capsys.readouterr().out)["axes"]
+    assert [(row["axis"], row["verdict"]) for row in rows] == [("dp", "pass"), ("tp", "pass")]
+    assert rows[0]["why"] == "the body of its loop trains on samples together as on each alone"
 
 
-def test_a_loop_without_tp_has_nothing_to_compare(
+def test_one_worker_has_nothing_to_compare(
     loop_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (loop_folder / "train.py").write_text(LOOP.replace(", TP", ""))
+    pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": 1}]
+    (loop_folder / "job.yaml").write_text(json.dumps({"script": "train.py", "pools": pools}))
     assert command_line.main(["certify", str(loop_folder)]) == 2
-    said = capsys.readouterr().err
-    assert "there is nothing to compare: elastic.loop(tp=...) is not given" in said
-    assert "Program." not in said
+    assert "there is nothing to compare: its pools give one worker" in capsys.readouterr().err
 
 
 # that an answer is kept: tests/api/running/test_layout_question.py; the program: test_pages_in_layouts

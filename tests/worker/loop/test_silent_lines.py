@@ -73,6 +73,10 @@ def test_clipping_of_what_has_gradients_is_as_ever(tmp_path: Path) -> None:
     captured(tmp_path, before=before)
 
 
+def test_numbers_told_before_the_step_do_not_end_the_trial(tmp_path: Path) -> None:
+    assert captured(tmp_path, line="run.log({'l': 1.0})").called is not None
+
+
 def notes(program: LoopProgram) -> tuple[str, ...]:
     return trace(with_notes(program)).notes
 

@@ -132,17 +132,10 @@ class ModelPasses:
         self.persistent = set(model.state_dict())
 
     def buffers(self) -> dict[str, Tensor]:
-        return {
-            name: buffer.detach().clone()
-            for name, buffer in self.model.named_buffers()
-            if buffer.numel() <= LARGE_BUFFER
-        }
+        return buffers_of(self.model)
 
-    @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
-        for name, value in values.items():
-            module, _, leaf = name.rpartition(".")
-            self.model.get_submodule(module)._buffers[leaf] = value.clone()
+        put_buffers(self.model, values)
 
     def run(self, batch: Batch, times: float = 1.0, *, fresh: bool = True) -> _Left:
         """`fresh`: without the gradients of passes before."""
@@ -167,6 +160,22 @@ class ModelPasses:
 
     def _numbers(self) -> dict[str, int | float]:
         return numbers_beside(self.program, self.model) | numbers_of(self.model)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of those that are not large."""
+    return {
+        name: buffer.detach().clone()
+        for name, buffer in model.named_buffers()
+        if buffer.numel() <= LARGE_BUFFER
+    }
+
+
+def put_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Also where the model has replaced its own."""
+    for name, value in values.items():
+        module, _, leaf = name.rpartition(".")
+        model.get_submodule(module)._buffers[leaf] = value.clone()
 
 
 def changed_weights(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from elastic.errors import ProgramError
+from elastic.program import Program
 from elastic.user_frames import user_line
 from elastic.worker.equivalence.compare_values import LOSS_AGREES, REPEATS, double
 from elastic.worker.equivalence.forward_trace import Batch, python_random
@@ -44,7 +45,11 @@ OTHERWISE = (
 def counts_others(small: SmallCopy, batch: Batch) -> str:
     """Is the count of samples another one than the sum of theirs? '' = no, or it cannot be told;
     else what is said of it."""
-    program = small.program
+    return counts_of_others(small.program, batch)
+
+
+def counts_of_others(program: Program, batch: Batch) -> str:
+    """The same of a program."""
     if program.count is None or program.batch_dependent:
         return ""
     n = len(next(iter(batch.values())))
@@ -56,9 +61,9 @@ def counts_others(small: SmallCopy, batch: Batch) -> str:
     if whole == each:
         return ""
     return (
-        f"Program.count of {n} samples is {whole}, that of the same one by one adds up to {each}: "
-        "each rank and micro-batch counts its own, and the loss is divided by the sum; count each "
-        "sample by itself"
+        f"{program.of}count of {n} samples is {whole}, that of the same one by one adds up to "
+        f"{each}: each rank and micro-batch counts its own, and the loss is divided by the sum; "
+        "count each sample by itself"
     )
 
 
