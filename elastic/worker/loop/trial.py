@@ -35,6 +35,7 @@ from elastic.user_frames import user_line
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import WITH_A_BATCH, OfferedBatch, Outcome, Run
 from elastic.worker.loop.loss_reduction import A_MEAN, Means
+from elastic.worker.parallel.draw_requests import arguments_of
 from elastic.worker.parallel.keyed_draws import TELLS, DrawOperations
 from elastic.worker.process.readback import Number
 from elastic.worker.program.calls import ModelCall, ModelCalls, count_of
@@ -167,8 +168,9 @@ class Trial:
         return self.apart()
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
-        if not self._apart and given.get("generator") is None and (where := user_line()):
+        given = arguments_of(func, args, kwargs)
+        draws = given.get("generator") is None and given.get("dropout_p") != 0.0  # of attention
+        if draws and not self._apart and (where := user_line()):
             self.drawn.setdefault(where, func.overloadpacket.__name__)
         return func(*args, **kwargs)
 

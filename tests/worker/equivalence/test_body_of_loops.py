@@ -47,6 +47,7 @@ class Average:
     def load_state_dict(self, state): self.model.load_state_dict(state)
 average = Average(); extra["average"] = average
 """
+COSINE = "extra.clear(); scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)"
 QUEUE = """
 class Queue:
     def __init__(self): self.keys = torch.randn(8, 4)
@@ -229,6 +230,11 @@ def test_what_the_model_draws_and_its_batch_norm_are_no_matter_of_the_body(
     assert is_accepted(found(tmp_path, f"run.model.train()\nrun.backward({CE})", act=act))
     said = found(tmp_path, WRONG["negatives of the batch"][0], act=act).structure.no_dp
     assert BESIDE in said, said
+
+
+def test_a_schedule_that_is_not_in_extra_state_follows_from_no_samples(tmp_path: Path) -> None:
+    """What it does to the optimizer's settings, which travel by themselves."""
+    assert is_accepted(found(tmp_path, f"run.backward({CE})", before=COSINE))
 
 
 def test_an_average_of_the_weights_that_teaches_is_accepted(tmp_path: Path) -> None:

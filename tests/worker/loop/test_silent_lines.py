@@ -109,6 +109,8 @@ def test_what_a_body_draws_beside_its_model_is_named_by_its_line(tmp_path: Path)
     before = f"from torch.utils.checkpoint import checkpoint\n{again}model.append(Again(0.5))"
     own = "torch.rand(4, 4, generator=torch.Generator())"
     assert captured(tmp_path, before=before, line=own).notes == ()
+    attention = "nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 8, 64)] * 3)"
+    assert notes(captured(tmp_path, line=attention)) == ()  # without dropout
     (mine,) = notes(captured(tmp_path, x="x + torch.randn_like(x)"))
     assert mine.startswith("train.py:11 draws (randn_like) outside of run.model(...), each rank")
 

@@ -199,10 +199,10 @@ class BodyPasses:
     def sees_others(self) -> str:
         """What ranks with other samples have another value of. '' = nothing, or it cannot be
         told."""
-        whole, *ones, _ = self._judged()
+        whole, *ones, again = self._judged()
         if why := counts_of_others(self._program, self._batch):
             return why
-        if why := self._kept_of_samples(whole, ones[0]):
+        if why := self._kept_of_samples(whole, ones[0], again):
             return why
         agrees = ROUNDING_MOST if self.low else LOSS_AGREES
         losses = [one.loss for one in ones]
@@ -245,12 +245,11 @@ class BodyPasses:
     def _least(self) -> float:
         return NOISE * max(1, self._judged()[0].count)
 
-    def _kept_of_samples(self, whole: _Step, one: _Step) -> str:
+    def _kept_of_samples(self, whole: _Step, one: _Step, again: _Step) -> str:
+        """What becomes another value of the same samples in a later step follows from steps, as by
+        a schedule that is not in extra_state."""
         for name, value in whole.state.items():
-            its = one.state[name]
-            if value.shape == its.shape and torch.allclose(
-                value.double(), its.double(), rtol=AGREE, atol=SMALL, equal_nan=True
-            ):
+            if _near(value, one.state[name]) or not _near(value, again.state[name]):
                 continue
             extra = name in self._boxes
             what = f"extra_state['{name.partition('.')[2]}']" if extra else f"{name} of run.model"
@@ -286,6 +285,12 @@ class _Precision(TorchDispatchMode):
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.detach() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(
+        one.double(), other.double(), rtol=AGREE, atol=SMALL, equal_nan=True
+    )
 
 
 def _alike(one: float, other: float, agrees: float, *, least: float, size: float = 0.0) -> bool:

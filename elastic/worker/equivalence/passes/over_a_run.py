@@ -34,6 +34,7 @@ MOST_ROWS = 4096  # samples of a step that are passed at once
 STEP_FLOP = 1e10  # of the passes of a step
 STEPS, RATE = 24, 1e-2  # of training: enough for a few samples to be learned, and others not
 TRAINING_FLOP = 3e10
+TRAINING_S = 5.0  # of a program that waits, or is slow for other reasons than its products
 AHEAD = (100, 1_000, 10_000, 100_000)  # passes that a counting buffer is set on by
 DAY_S, CLOCKS = 86_400.0, ("time", "monotonic", "perf_counter")
 OTHERWISE = (
@@ -152,7 +153,7 @@ def _later(small: SmallCopy, batch: Batch) -> Iterator[tuple[str, ModelPasses]]:
     trial = ModelPasses(small, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     first = {key: x[:ROWS] for key, x in batch.items()}
-    begun = trial.buffers()
+    begun, until_s = trial.buffers(), time.monotonic() + TRAINING_S
     if trained:
         optimizer = torch.optim.Adam(trained, lr=RATE)
         for step in range(min(STEPS, int(TRAINING_FLOP / (6 * flop_of(small, batch))))):
@@ -160,6 +161,8 @@ def _later(small: SmallCopy, batch: Batch) -> Iterator[tuple[str, ModelPasses]]:
             trial.loss(first).backward()
             optimizer.step()
             yield f"after {step + 1} steps of training", trial
+            if time.monotonic() >= until_s:
+                break
     counts = {
         name: value - begun[name]
         for name, value in trial.buffers().items()
