@@ -39,6 +39,7 @@ from elastic.worker.program.commit import Commit
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.loop_program import (
     GROUPS,
+    NOT_OF_MODEL,
     LoopProgram,
     OptimizerFactory,
     Settings,
@@ -192,7 +193,8 @@ def tried(
         except Interrupted:  # no sys.exit of the script: a signal
             raise
         except Exception as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
-            if trial.program is None or steps is None and is_found(error):
+            certain = steps is None or str(error) == NOT_OF_MODEL  # whatever samples there are
+            if trial.program is None or certain and is_found(error):
                 told = _refused(source, error, entered=trial.program is not None)
                 # what ours say in one line is all
                 raise told from (None if isinstance(error, ElasticError) else error)

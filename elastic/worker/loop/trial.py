@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.data.batches import item_of
 from elastic.data.collate import collate
-from elastic.errors import ProgramError
+from elastic.errors import ProgramError, unknown_keyword
 from elastic.user_frames import user_line
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import WITH_A_BATCH, OfferedBatch, Outcome, Run
@@ -39,7 +39,7 @@ from elastic.worker.parallel.draw_requests import arguments_of
 from elastic.worker.parallel.keyed_draws import TELLS, DrawOperations
 from elastic.worker.process.readback import Number
 from elastic.worker.program.calls import ModelCall, ModelCalls, count_of
-from elastic.worker.program.loop_program import EVALUATE, LoopProgram, Own, evaluated
+from elastic.worker.program.loop_program import EVALUATE, NOT_OF_MODEL, LoopProgram, Own, evaluated
 
 log = logging.getLogger(__name__)
 
@@ -262,9 +262,13 @@ class TriedRun(Run):
             steps.begin(self._whole, self.optimizer, self._module, batch=batch)
         return batch
 
-    def step(self, clip_grad_norm: float | None = None) -> bool:
+    def step(self, clip_grad_norm: float | None = None, **unknown: Any) -> bool:
+        for name in unknown:
+            raise ProgramError(unknown_keyword("run.step", name, ["clip_grad_norm"]))
         if not self._n_backward:  # what is missing may be what another rank or step does
             raise Entered(self._whole, "it comes to run.step() without run.backward(loss)")
+        if all(parameter.grad is None for parameter in self._module.parameters()):
+            raise ProgramError(NOT_OF_MODEL)
         return super().step(clip_grad_norm)
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.places import PROGRAMS
 
+from elastic.errors import SpecError
 from elastic.types import Job
 from elastic.worker.equivalence.layout_check import CheckRequest, Verdict, check
 
@@ -230,6 +231,11 @@ def test_what_the_model_draws_and_its_batch_norm_are_no_matter_of_the_body(
     assert is_accepted(found(tmp_path, f"run.model.train()\nrun.backward({CE})", act=act))
     said = found(tmp_path, WRONG["negatives of the batch"][0], act=act).structure.no_dp
     assert BESIDE in said, said
+
+
+def test_a_loss_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="does not depend on run.model: call run.model"):
+        found(tmp_path, "run.backward(F.cross_entropy(model(x), y, reduction='sum'))")
 
 
 def test_a_schedule_that_is_not_in_extra_state_follows_from_no_samples(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def test_clipping_that_clips_nothing_is_refused(tmp_path: Path, clip: str) -> No
     assert torch.nn.utils.clip_grad_norm_.__code__.co_name != "checked", "torch is itself again"
 
 
+def test_a_wrong_keyword_of_the_step_is_told_with_the_right_one(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"run.step\(clip_gradnorm=...\).*mean 'clip_grad_norm'"):
+        captured(tmp_path, line="run.step(clip_gradnorm=1.0)")
+
+
 def test_a_mean_times_its_samples_does_not_end_the_trial(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="clips the gradients of this rank alone"):
         captured(
