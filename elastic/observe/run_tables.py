@@ -144,6 +144,9 @@ def spending(view: View) -> str:
     return f"${state.usd_at(view.at_s):,.2f}{of}{rate}"
 
 
+MORE_BUDGET = "raise budget_usd, and run it again"
+
+
 def spent_early(view: View) -> str:
     """Of a run that its budget has ended: what would have done. '' = it is none."""
     state, most, steps = view.state, view.job.budget_usd, view.steps

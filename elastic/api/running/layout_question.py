@@ -47,6 +47,7 @@ KEYS = (
     "batch_norm",
 )  # of a job, that decide what is compared
 TELL_AFTER_S = 2.0
+OF_A_BODY = "the body of its loop trains on samples together as on each alone"
 AXES: tuple[str, ...] = get_args(Axis)
 
 
@@ -237,10 +238,7 @@ def _said(verdict: Verdict, program: Program) -> Iterator[str]:
     loop = type(program).__name__ == "LoopProgram"
     equal = dict(verdict.equal or {})
     if loop and "dp" in equal:
-        yield (
-            "dp: the body of its loop trains on samples together as on each alone "
-            f"({equal.pop('dp'):.1f} s, cached)"
-        )
+        yield (f"dp: {OF_A_BODY} ({equal.pop('dp'):.1f} s, cached)")
     if equal:
         what = "outputs of its first call" if loop else "loss"
         yield (

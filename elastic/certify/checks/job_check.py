@@ -10,8 +10,6 @@ from typing import Any
 from elastic.errors import SpecError
 from elastic.scenarios.check import Check
 
-OF_A_BODY = "the body of its loop trains on samples together as on each alone"
-
 
 def certify_job(folder: str, as_json: bool) -> int:
     """Prints a row for each axis. Returns the exit code: 1 where the job names a layout that does
@@ -61,6 +59,8 @@ def certify_job(folder: str, as_json: bool) -> int:
 
 def _row(axis: str, found: Mapping[str, Any], named: bool, *, loop: bool = False) -> Check:
     """An axis that is closed to the program fails only where the job's layout has it."""
+    from elastic.api.running.layout_question import OF_A_BODY
+
     equal, why = (found["equal"] or {}).get(axis), found["structure"][f"no_{axis}"]
     if equal is not None:
         return Check(

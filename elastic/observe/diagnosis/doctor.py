@@ -53,7 +53,7 @@ def run_troubles(view: View) -> list[DoctorCheck]:
         )
     ]
     if spent := run_tables.spent_early(view):
-        checks.append(DoctorCheck("budget", spent, "look", "raise budget_usd, and run it again"))
+        checks.append(DoctorCheck("budget", spent, "look", run_tables.MORE_BUDGET))
     for kind, name in TROUBLES.items():
         notes = [note for note in view.notes if note.kind == kind]
         if kind == "NodeLost":

@@ -29,7 +29,7 @@ from elastic.observe.reporting.loss_plot import save_loss
 from elastic.observe.reporting.report_page import page
 from elastic.observe.reporting.run_seen import RunSeen, seen_of_run
 from elastic.observe.reporting.savings import against_on_demand, against_restarts, to_target
-from elastic.observe.run_tables import columns, spent_early
+from elastic.observe.run_tables import MORE_BUDGET, columns, spent_early
 from elastic.observe.run_view import View
 from elastic.observe.step_times import GenerationTimes, shown
 from elastic.policy.state.fold import changes
@@ -171,7 +171,7 @@ def text(view: View, books: Account, data: Mapping[str, Any]) -> list[str]:
     ]:
         lines += ["", "BOUND BY", *columns(bound)]
     if early := spent_early(view):
-        lines += ["", f"budget: {early}; next: raise budget_usd, and run it again"]
+        lines += ["", f"budget: {early}; next: {MORE_BUDGET}"]
     lines += ["", "TRANSITIONS", *transitions(books.transitions)]
     lines += ["", "TIME AND COST BY CATEGORY", *spent(books)]
     if data.get("sample"):

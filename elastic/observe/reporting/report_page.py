@@ -17,7 +17,7 @@ from elastic.observe.reporting import page_words, savings
 from elastic.observe.reporting.charts import capacity_chart, loss_chart
 from elastic.observe.reporting.run_seen import RunSeen
 from elastic.observe.reporting.story import MARKS, gpu_word, story
-from elastic.observe.run_tables import spent_early
+from elastic.observe.run_tables import MORE_BUDGET, spent_early
 from elastic.text import duration, size, span
 from elastic.version import __version__
 
@@ -77,7 +77,7 @@ def content(
         "hours": _in_hours(books), "on_demand": on_demand,
         "on_demand_known": isinstance(on_demand, savings.OnDemand), "restarts": restarts,
         "verdicts": found, "bounds": page_words.BOUNDS, "changes": rows,
-        "budget": spent_early(view), "short": totals.wall_s < SHORT_S,
+        "budget": spent_early(view), "more_budget": MORE_BUDGET, "short": totals.wall_s < SHORT_S,
         "n_changes": len(books.transitions), "phases": page_words.PHASES, "target": target,
         "glossary": page_words.GLOSSARY, "unit": view.unit,
         "usd": usd, "span": span, "percent": percent,

@@ -127,13 +127,18 @@ def sees_others(small: SmallCopy, batch: Batch) -> str:
     return unlike_each(losses[0], losses[1:], small.program.anyway)
 
 
-def unlike_each(whole: float, ones: Sequence[float], anyway: str) -> str:
-    """What is said of samples whose loss is not the sum of those of each."""
-    n, each = len(ones), sum(ones)
-    of_what = (
+def depends(anyway: str) -> str:
+    """Why it is not, and what may be done. `anyway`: what says that it is meant so."""
+    return (
         "a result depends on which samples stand beside it; compute each by itself, or say "
         f"{anyway} to train on all the same"
     )
+
+
+def unlike_each(whole: float, ones: Sequence[float], anyway: str) -> str:
+    """What is said of samples whose loss is not the sum of those of each."""
+    n, each = len(ones), sum(ones)
+    of_what = depends(anyway)
     if math.isclose(n * whole, each, rel_tol=LOSS_AGREES):
         of_what = "a mean, it seems; the loss must be the sum over the batch (reduction='sum')"
     return (

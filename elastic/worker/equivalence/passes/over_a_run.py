@@ -16,7 +16,7 @@ from torch import Tensor
 from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.user_frames import user_line
-from elastic.worker.equivalence.compare_values import LOSS_AGREES, REPEATS, double
+from elastic.worker.equivalence.compare_values import LOSS_AGREES, REPEATS, depends, double
 from elastic.worker.equivalence.forward_trace import Batch, python_random
 from elastic.worker.equivalence.no_randomness import Still
 from elastic.worker.equivalence.passes.kept_by_passes import (
@@ -37,10 +37,6 @@ TRAINING_FLOP = 3e10
 TRAINING_S = 5.0  # of a program that waits, or is slow for other reasons than its products
 AHEAD = (100, 1_000, 10_000, 100_000)  # passes that a counting buffer is set on by
 DAY_S, CLOCKS = 86_400.0, ("time", "monotonic", "perf_counter")
-OTHERWISE = (
-    "a result depends on which samples stand beside it; compute each by itself, or say {anyway} to "
-    "train on all the same"
-)
 
 
 def counts_others(small: SmallCopy, batch: Batch) -> str:
@@ -56,7 +52,7 @@ def counts_of_others(program: Program, batch: Batch) -> str:
     n = len(next(iter(batch.values())))
     try:
         whole = count_of(program, batch)
-        each = sum(count_of(program, _row(batch, i)) for i in range(n))
+        each = sum(count_of(program, rows_of(batch, i, i + 1)) for i in range(n))
     except Exception:  # noqa: BLE001 - the user's own code: the layouts tell what it raises
         return ""
     if whole == each:
@@ -81,7 +77,7 @@ def sees_a_step(small: SmallCopy, batch: Batch, n_rows: int) -> str:
     try:
         with _quiet():
             whole = _loss(trial, before, double(many))
-            ones = [_loss(trial, before, double(_row(batch, i))) for i in range(rows)]
+            ones = [_loss(trial, before, double(rows_of(batch, i, i + 1))) for i in range(rows)]
     except Exception:  # noqa: BLE001 - see above
         return ""
     each = sum(ones[i % rows] for i in range(most))
@@ -89,7 +85,7 @@ def sees_a_step(small: SmallCopy, batch: Batch, n_rows: int) -> str:
         return ""
     return (
         f"the loss of {most} samples, as a step has them, is {whole:.6g}, that of the same one by "
-        f"one {each:.6g}: {OTHERWISE.format(anyway=small.program.anyway)}"
+        f"one {each:.6g}: {depends(small.program.anyway)}"
     )
 
 
@@ -101,7 +97,7 @@ def sees_others_later(small: SmallCopy, batch: Batch) -> str:
         return ""
     rows = len(next(iter(batch.values())))
     exact = double(batch)
-    ones = [_row(exact, i) for i in range(rows)]
+    ones = [rows_of(exact, i, i + 1) for i in range(rows)]
     try:
         with _quiet():
             for when, trial in _later(small, exact):
@@ -111,7 +107,7 @@ def sees_others_later(small: SmallCopy, batch: Batch) -> str:
                 if not _equal(whole, each):
                     return (
                         f"{when} the loss of {rows} samples is {whole:.6g}, that of the same one "
-                        f"by one {each:.6g}: {OTHERWISE.format(anyway=small.program.anyway)}"
+                        f"by one {each:.6g}: {depends(small.program.anyway)}"
                     )
     except Exception:  # noqa: BLE001 - see above
         return ""
@@ -197,10 +193,6 @@ def _equal(whole: float, each: float) -> bool:
     return not math.isfinite(whole) or math.isclose(whole, each, rel_tol=LOSS_AGREES)
 
 
-def _row(batch: Batch, i: int) -> Batch:
-    return {key: x[i : i + 1] for key, x in batch.items()}
-
-
 def follows_the_clock(small: SmallCopy, batch: Batch) -> str:
     """Is the loss of samples another one a day later? '' = no, or it cannot be told; else what is
     said of it."""
@@ -240,7 +232,7 @@ def check_seeds(small: SmallCopy, batch: Batch) -> None:
         before, exact = trial.buffers(), double(batch)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), python_random(0.999):
             for i in (None, *range(ROWS)):
-                given = rows_of(exact, 0, ROWS) if i is None else _row(exact, i)
+                given = rows_of(exact, 0, ROWS) if i is None else rows_of(exact, i, i + 1)
                 trial.put(before)
                 own(0)
                 torch.manual_seed = noted
