@@ -53,6 +53,10 @@ STEPS_MOST_S = 30.0  # of several steps with values
 LATE = "it has not come there in"
 ANY = 1.0  # of a step whose numbers nobody knows
 ROWS = 2  # of one sample a mean cannot be told from a sum
+OWN_BACKWARD = (
+    "loss.backward() at {where} makes gradients that no other rank has: write run.backward(loss) "
+    "in its place, and run.step() in that of optimizer.step()"
+)
 # what torch says of layers that do not fit each other, whatever the batch is
 SHAPES = re.compile(
     r"shapes cannot be multiplied|must have same reduction dim|Given normalized_shape|"
@@ -149,6 +153,11 @@ class Trial:
         """They are closed where the body is left."""
         self._stack.callback(steps.close)
 
+    @property
+    def inside(self) -> bool:
+        """Is what happens now the model's, or run.backward's?"""
+        return self._apart
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """What is drawn inside is the model's."""
@@ -218,6 +227,11 @@ class TriedRun(Run):
             self._module = whole.model()
         self.model.attach(self._module)
         self._trial = trial
+        self._own_backward: str | None = None  # file and line that put gradients there beside ours
+        if trial.first is None:
+            for parameter in self._module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._has_gradient)
 
     def __getattr__(self, name: str) -> Any:
         if name in WITH_A_BATCH and not self.__dict__["_begun"]:
@@ -233,8 +247,18 @@ class TriedRun(Run):
 
     def __next__(self) -> Any:
         if self._batch is not None:
+            self._refuse_own_backward()
             raise Entered(self._whole, "it leaves a batch without run.step()")
         return super().__next__()
+
+    def _has_gradient(self, parameter: torch.Tensor) -> None:
+        if not self._trial.inside:
+            self._own_backward = user_line()
+
+    def _refuse_own_backward(self) -> None:
+        """What stands in most loops. Raises ProgramError."""
+        if self._own_backward is not None and not self._n_backward:
+            raise ProgramError(OWN_BACKWARD.format(where=self._own_backward))
 
     def _offered(self) -> OfferedBatch:
         steps = self._trial.steps
@@ -266,6 +290,7 @@ class TriedRun(Run):
         for name in unknown:
             raise ProgramError(unknown_keyword("run.step", name, ["clip_grad_norm"]))
         if not self._n_backward:  # what is missing may be what another rank or step does
+            self._refuse_own_backward()
             raise Entered(self._whole, "it comes to run.step() without run.backward(loss)")
         if all(parameter.grad is None for parameter in self._module.parameters()):
             raise ProgramError(NOT_OF_MODEL)

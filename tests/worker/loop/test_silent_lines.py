@@ -28,7 +28,7 @@ data = torch.arange(64.0).view(16, 4)
 {before}
 with elastic.loop(model=model, optimizer=optimizer, dataset=data, steps=3, global_batch=4) as run:
     for x in run:
-        run.backward(run.model({x}).square().sum())
+        {backward}
         {line}
         run.step()
 """
@@ -36,9 +36,9 @@ with elastic.loop(model=model, optimizer=optimizer, dataset=data, steps=3, globa
 
 def captured(folder: Path, **parts: str) -> LoopProgram:
     file = folder / "train.py"
-    file.write_text(
-        HEAD.format(**{"layers": "nn.Linear(4, 4)", "before": "", "line": "", "x": "x"} | parts)
-    )
+    backward = f"run.backward(run.model({parts.pop('x', 'x')}).square().sum())"
+    fill = {"layers": "nn.Linear(4, 4)", "before": "", "line": "", "backward": backward}
+    file.write_text(HEAD.format(**fill | parts))
     return capture(file, [], 0)
 
 
@@ -69,6 +69,20 @@ def test_a_mean_times_its_samples_does_not_end_the_trial(tmp_path: Path) -> None
             before="last = lambda run, loss: run.backward(loss * 16)",
             line="last(run, run.model(x).mean()); clip_grad_norm_(run.model.parameters(), 1.0)",
         )
+
+
+@pytest.mark.parametrize("left", ["optimizer.step()", "run.step()", "continue"])
+def test_a_backward_of_the_scripts_own_is_named_by_its_line(tmp_path: Path, left: str) -> None:
+    with pytest.raises(SpecError, match=r"loss.backward.. at train.py:11 .*write run.backward"):
+        captured(tmp_path, backward=f"run.model(x).sum().backward(); {left}")
+
+
+def test_a_backward_of_the_scripts_own_beside_the_runs_does_not_end_the_trial(
+    tmp_path: Path,
+) -> None:
+    first = "run.model(x).sum().backward(); run.model.zero_grad()"
+    both = f"{first}; run.backward(run.model(x).sum())"
+    assert captured(tmp_path, backward=both).called is not None
 
 
 def test_clipping_of_what_has_gradients_is_as_ever(tmp_path: Path) -> None:
