@@ -251,13 +251,13 @@ def _one_of(brackets: re.Match[str]) -> str:
 
 
 @contextmanager
-def drawing(seed: int) -> Iterator[None]:
+def drawing(seed: int, *, in_torch: bool = True) -> Iterator[None]:
     """What Python, numpy and torch draw meanwhile on the CPU follows from the seed, and what is
     drawn afterwards does not know of it. Of those that are imported by then."""
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch") if in_torch else None
     before = random.getstate()
-    in_numpy = numpy.random.get_state() if numpy is not None else None
-    in_torch = torch.default_generator.get_state() if torch is not None else None
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    torch_state = torch.default_generator.get_state() if torch is not None else None
     try:
         random.seed(seed)
         if numpy is not None:
@@ -268,9 +268,9 @@ def drawing(seed: int) -> Iterator[None]:
     finally:
         random.setstate(before)
         if numpy is not None:
-            numpy.random.set_state(in_numpy)
+            numpy.random.set_state(numpy_state)
         if torch is not None:
-            torch.default_generator.set_state(in_torch)
+            torch.default_generator.set_state(torch_state)
 
 
 def load_program(path: str | Path) -> Program:

@@ -55,10 +55,12 @@ def stack_arrays(key: str, values: list[Any]) -> Any:
 
 
 def batch_of(
-    dataset: Any, part: Microbatch, collate: Callable[[list[Any]], dict[str, Any]]
+    read: Callable[[int, int | None], Any],
+    part: Microbatch,
+    collate: Callable[[list[Any]], dict[str, Any]],
 ) -> dict[str, Any]:
     """The batch of these samples; without samples what one would be, of length 0: its keys and
-    shapes are needed all the same.
+    shapes are needed all the same. `read`: gives a sample, of so many tokens, as `item_of` does.
 
     Raises Unread, which names the sample that failed.
     """
@@ -66,7 +68,7 @@ def batch_of(
     items, ids = [], part.ids
     try:
         for sample in ids if len(ids) else (0,):
-            items.append(item_of(dataset, sample, part.length))
+            items.append(read(sample, part.length))
         sample = None
         batch = collate(items)
         return batch if len(ids) else {key: value[:0] for key, value in batch.items()}

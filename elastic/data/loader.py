@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from elastic.data.batches import Unread, batch_of
+from elastic.data.batches import Unread, batch_of, item_of
 from elastic.data.budget import Microbatch
 from elastic.data.collate import Batch, collate, tensor_of
 from elastic.data.loader_processes import LoaderLost, Reader, Readers
+from elastic.data.sample_draws import SampleDraws
 from elastic.errors import InternalError
 from elastic.types import Job
 
@@ -32,7 +34,8 @@ class ReadAhead:
 class Loader:
     """Reads the batches of the steps `first_step`, `first_step` + 1, ... ahead.
 
-    dataset: map-style; with `readers` they read it, each a step at a time. parts_of_step: step ->
+    dataset: map-style; with `readers` they read it, each a step at a time. draws: of this process,
+    see SampleDraws; None = what is read as it comes, a stream. parts_of_step: step ->
     the micro-batches that this rank reads in it, each of which becomes a batch (without ids:
     tensors of length 0). finish: what a batch is made into, in the thread that reads it (pinned,
     for a GPU). What the dataset raises comes out of `take` as ProgramError with the sample id, the
@@ -46,11 +49,13 @@ class Loader:
         parts_of_step: Callable[[int], Sequence[Microbatch]],
         first_step: int,
         *,
+        draws: SampleDraws | None = None,
         ahead: ReadAhead | int = 2,
         readers: Readers | None = None,
         finish: Callable[[Batch], Batch] = dict,
     ) -> None:
         self._dataset, self._parts_of_step, self._finish = dataset, parts_of_step, finish
+        self._draws = draws
         each: tuple[Reader | None, ...] = readers.each if readers is not None else (None,)
         ahead = ReadAhead(ahead) if isinstance(ahead, int) else ahead
         self._steps, self._most_bytes = (
@@ -156,10 +161,13 @@ class Loader:
         try:
             parts = self._parts_of_step(step)
             if reader is None:
-                return [self._finish(batch_of(self._dataset, part, collate)) for part in parts]
+                read = partial(item_of, self._dataset)
+                if self._draws is not None:
+                    read = partial(self._draws.item, self._dataset, step=step)
+                return [self._finish(batch_of(read, part, collate)) for part in parts]
             return [
                 self._finish({key: tensor_of(key, values) for key, values in batch.items()})
-                for batch in reader.load(parts)
+                for batch in reader.load(parts, step)
             ]
         except LoaderLost as error:
             return LoaderLost(f"{error} (step {step})")

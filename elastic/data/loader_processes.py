@@ -15,12 +15,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 from elastic.data.batches import Unread, batch_of, collated, stack_arrays
 from elastic.data.budget import Microbatch
+from elastic.data.sample_draws import SampleDraws
 from elastic.errors import ProgramError
 from elastic.types import Job
 
@@ -49,9 +51,9 @@ class Reader:
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
-    def load(self, parts: Sequence[Microbatch]) -> list[dict[str, Any]]:
-        """The batch of each of these, as arrays (or tensors, where the dataset gives tensors that
-        NumPy has no type for)."""
+    def load(self, parts: Sequence[Microbatch], step: int) -> list[dict[str, Any]]:
+        """The batch of each of these, for the step after `step` others, as arrays (or tensors,
+        where the dataset gives tensors that NumPy has no type for)."""
         with self._lock:
             if self._closed:
                 raise LoaderLost("the loader processes have been ended")
@@ -59,7 +61,7 @@ class Reader:
                 self._start()
             assert self._pipe is not None
             try:
-                self._pipe.send_bytes(pickle.dumps(list(parts), 5))
+                self._pipe.send_bytes(pickle.dumps((list(parts), step), 5))
                 answer = pickle.loads(self._pipe.recv_bytes())
             except (EOFError, OSError) as error:
                 raise LoaderLost(self._told()) from error
@@ -178,17 +180,18 @@ def _collate(items: list[Any]) -> dict[str, Any]:
 
 def _serve(pipe: Connection) -> None:
     job = pickle.loads(pipe.recv_bytes())
-    dataset, problem = None, Unread(None, "")
+    dataset, problem, draws = None, Unread(None, ""), SampleDraws(job.seed)
     try:
         dataset = _dataset(job)
     except Exception as error:  # noqa: BLE001 - a boundary: the answer to whatever is asked for
         problem = Unread.of(None, error)
     while True:
-        parts = pickle.loads(pipe.recv_bytes())
+        parts, step = pickle.loads(pipe.recv_bytes())
         answer: Any = problem
         if dataset is not None:
             try:
-                answer = [batch_of(dataset, part, _collate) for part in parts]
+                read = partial(draws.item, dataset, step=step)
+                answer = [batch_of(read, part, _collate) for part in parts]
             except Unread as error:
                 answer = Unread(error.sample, error.text)
         pipe.send_bytes(pickle.dumps(answer, 5))

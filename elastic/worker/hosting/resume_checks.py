@@ -17,8 +17,7 @@ from elastic.config.fingerprint import JOB_KEYS, KEY, batch_changed, differences
 from elastic.config.job import JobSpec
 from elastic.data.batches import few_samples, item_of
 from elastic.data.budget import budget_of
-from elastic.data.open_datasets import dataset_of
-from elastic.data.phase_data import PhaseData
+from elastic.data.open_datasets import PhaseData, dataset_of
 from elastic.data.streams import N_POSITIONS
 from elastic.errors import (
     FULL,
@@ -102,8 +101,8 @@ def check_not_done(
                 "more steps (or epochs) in elastic.loop(...), or --set steps=N, let it continue"
             )
         raise SpecError(
-            f"run '{run}' {at}; {longer}; another --run-name (RunConfig(name=...)), or none, "
-            f"starts over{further}"
+            f"run '{run}' {at}; {longer}; another --run-name, or none, starts "
+            f"over (of an ElasticTrainer: RunConfig(name=...)){further}"
         )
 
 
@@ -362,7 +361,7 @@ def _check_same_model(run: str, old: ModelProfile, new: ModelProfile) -> None:
             raise SpecError(
                 f"run '{run}' was started with another model: {fqn} was {_shape(was.get(fqn))}, "
                 f"it is {_shape(now.get(fqn))}; start another run with --run-name "
-                "(RunConfig(name=...))"
+                "(of an ElasticTrainer: RunConfig(name=...))"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,6 +36,26 @@ def arguments_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, A
     schema = func._schema.arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     return given | {a.name: x for a, x in zip(schema, args, strict=False)} | dict(kwargs)
+
+
+def by_generator(generator: torch.Generator, func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation gives that draws, with numbers of this generator of the CPU; as ever where
+    it has one of its own, takes none, or is on another device."""
+    given, one = arguments_of(func, args, kwargs), _with_generator(func)
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    on = {torch.device(given.get("device") or "cpu").type, *(x.device.type for x in tensors)}
+    if one is None or given.get("generator") is not None or on != {"cpu"}:
+        return func(*args, **kwargs)
+    return one(*args, **{**kwargs, "generator": generator})
+
+
+@lru_cache
+def _with_generator(func: Any) -> Any:
+    """The operation, or its overload, that takes a generator beside the same arguments."""
+    names = {a.name for a in func._schema.arguments} | {"generator"}
+    packet = func.overloadpacket
+    each = (func, *(getattr(packet, name) for name in packet.overloads()))
+    return next((one for one in each if {a.name for a in one._schema.arguments} == names), None)
 
 
 def request_of(func: Any, args: Any, kwargs: Any) -> DrawRequest | None:

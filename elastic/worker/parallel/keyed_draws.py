@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic.program import Program
 from elastic.types import Layout
 from elastic.types.grid import Coordinates
-from elastic.worker.parallel.draw_requests import DrawRequest, request_of, same
+from elastic.worker.parallel.draw_requests import DrawRequest, by_generator, request_of, same
 from elastic.worker.parallel.keyed_numbers import Distribution, mixed, of_text
 from elastic.worker.parallel.part_of_draw import Draw, part_of
 from elastic.worker.program.calls import ModelCall, ModelCalls, length_of
@@ -108,6 +109,27 @@ class DrawOperations(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **(kwargs or {}))
         return self.drawn(func, args, kwargs or {})
+
+
+@contextmanager
+def from_another(key: int, names: list[str]) -> Iterator[None]:
+    """What this thread draws inside comes from a generator of its own, which begins with `key`, or
+    with what it seeds torch with; operations that draw are added to `names`."""
+    generator, thread, own = torch.Generator().manual_seed(key), get_ident(), torch.manual_seed
+
+    def drawn(func: Any, args: Any, kwargs: Any) -> Any:
+        names.append(func.overloadpacket.__name__)
+        return by_generator(generator, func, args, kwargs)
+
+    def seeded(seed: int) -> torch.Generator:
+        return generator.manual_seed(int(seed)) if get_ident() == thread else own(seed)
+
+    torch.manual_seed = torch.random.manual_seed = seeded
+    try:
+        with DrawOperations(drawn):
+            yield
+    finally:
+        torch.manual_seed = torch.random.manual_seed = own
 
 
 class _Calls(TorchFunctionMode):

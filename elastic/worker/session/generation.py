@@ -319,6 +319,7 @@ class Generation:
             data.reader() if isinstance(data, Stream) else data,
             parts_of_step,
             stepper.state.step,
+            draws=None if isinstance(data, Stream) else place.sample_draws,
             ahead=ReadAhead.of(place.job),
             readers=place.readers,
             finish=run_on(place.device, pinned) if place.device.type == "cuda" else dict,
@@ -424,6 +425,7 @@ class Generation:
             stepper,
             place.validation,
             place.job.eval_samples,
+            draws=place.sample_draws,
             tick=lambda: place.at_phase("evaluating", state.step),
         )
         if place.script is not None:

@@ -6,9 +6,9 @@ boundary: forward passes of one sample (with pp: of one per microbatch) that lea
 generation whose value differs from what the layout before had at that step never makes a step:
 every rank raises, all at the same point, with the old boxes still in hand.
 
-A program whose loss is another one each time (noise that is drawn, a sample that is augmented) has
-no probe; that is tried before the start (rehearsal.py). With the probe at the entry ranks compare
-what they read as a few of the samples: each opens the dataset by itself.
+A program whose loss is another one each time (noise that is drawn in every mode) has no probe; that
+is tried before the start (rehearsal.py). With the probe at the entry ranks compare what they read
+as a few of the samples: each opens the dataset by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from elastic.data.batches import item_of
 from elastic.data.budget import Microbatch, budget_of
 from elastic.data.collate import Batch, collate
 from elastic.data.streams import Stream
@@ -30,7 +29,7 @@ from elastic.errors import ElasticError, ProgramError
 from elastic.types import Probed, agree, tolerance
 from elastic.worker.process.doing import doing
 from elastic.worker.program.loop_program import LoopProgram
-from elastic.worker.step.evaluation import drawing_on, evaluating
+from elastic.worker.step.evaluation import evaluating
 
 if TYPE_CHECKING:
     from elastic.worker.process_groups.groups import Groups
@@ -151,11 +150,10 @@ class Probe:
         """What this worker reads as some of the samples, in two numbers each; read once."""
         place = self.place
         if self.possible and not place.samples_read:
-            with drawing_on(place.job.seed), doing("batch"):
+            with doing("batch"):
                 for sample in self._ids():
-                    place.samples_read += fingerprint(
-                        collate([item_of(place.dataset, sample, None)])
-                    )
+                    item = place.sample_draws.item(place.dataset, sample)
+                    place.samples_read += fingerprint(collate([item]))
         return place.samples_read if self.possible else [0.0] * 6
 
     def _check_samples(self, apart: list[float]) -> None:
@@ -180,8 +178,8 @@ class Probe:
         place = self.place
         budget = budget_of(place.job, place.dataset, stepper.sequence.multiple)
         part = budget.of_one(0, 1) if budget is not None else Microbatch((0,))
-        with drawing_on(place.job.seed), doing("batch"):
-            return collate([item_of(place.dataset, 0, part.length)])
+        with doing("batch"):
+            return collate([place.sample_draws.item(place.dataset, 0, part.length)])
 
 
 def fingerprint(sample: Batch) -> tuple[float, float]:

@@ -16,8 +16,7 @@ import torch
 from elastic.config.fingerprint import fingerprint
 from elastic.data.batches import item_of
 from elastic.data.loader_processes import readers_of
-from elastic.data.open_datasets import validation_of
-from elastic.data.phase_data import PhaseData
+from elastic.data.open_datasets import PhaseData, validation_of
 from elastic.data.progress import heard_by
 from elastic.data.streams import with_stream
 from elastic.program import load_program

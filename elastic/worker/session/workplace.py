@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from elastic.data.loader_processes import Readers, readers_of
+from elastic.data.sample_draws import SampleDraws
 from elastic.errors import InternalError, StateLost
 from elastic.program import Program
 from elastic.reshard.transfer_plan import participants
@@ -20,6 +21,7 @@ from elastic.storage import Storage
 from elastic.types import Event, Job, ModelProfile, PinningFailed, Plan, SampleProfile, WorkerId
 from elastic.types.orders import Rendezvous, WorkerOrder
 from elastic.worker.checkpoint.checkpoint_saver import Saving
+from elastic.worker.parallel.keyed_draws import from_another
 from elastic.worker.process.allocator import trim
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.side_stream import SideStream, run_on
@@ -87,6 +89,7 @@ class Workplace:
     at_phase: Callable[[str, int], None]
     background: Callable[..., Future[Any]]  # runs a function behind the steps, on `device`
     held: list[Held] = field(default_factory=list)
+    sample_draws: SampleDraws = field(init=False)  # what datasets draw in this process
     saving: Saving = field(init=False)
     host_memory: HostMemory = field(init=False)
     side: SideStream = field(init=False)  # of what is done beside the steps
@@ -116,6 +119,7 @@ class Workplace:
 
     def __post_init__(self) -> None:
         self.saving = Saving(self)
+        self.sample_draws = SampleDraws(self.job.seed, from_another)
         self.extra = extra_of(self.program, self.profile.specs, self.profile.optimizers)
         self.host_memory = HostMemory(self.device.type == "cuda", self._unpinned)
         self.side = SideStream(self.device)

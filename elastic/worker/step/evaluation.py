@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.data.batches import item_of
 from elastic.data.collate import collate
 from elastic.data.open_datasets import Sets
+from elastic.data.sample_draws import SampleDraws
 from elastic.program import drawing
 from elastic.types import Job
 from elastic.worker.process.doing import doing
@@ -61,14 +61,20 @@ def evaluating(state: TrainState, job: Job, device: torch.device) -> Iterator[No
 
 
 def validate(
-    passes: ForwardBackward, validation: Any, n_samples: int, *, tick: Callable[[], None]
+    passes: ForwardBackward,
+    validation: Any,
+    n_samples: int,
+    *,
+    draws: SampleDraws,
+    tick: Callable[[], None],
 ) -> dict[str, float]:
     """What `validate_set` finds; of several sets, each by its name, `validation_loss` is the mean
     of theirs."""
     if not isinstance(validation, Sets):
-        return validate_set(passes, validation, n_samples, tick=tick)
+        return validate_set(passes, validation, n_samples, draws=draws, tick=tick)
     each = {
-        name: validate_set(passes, one, n_samples, tick=tick) for name, one in validation.items()
+        name: validate_set(passes, one, n_samples, draws=draws, tick=tick)
+        for name, one in validation.items()
     }
     mean = sum(metrics["validation_loss"] for metrics in each.values()) / len(each)
     named = {
@@ -78,11 +84,16 @@ def validate(
 
 
 def validate_set(
-    passes: ForwardBackward, dataset: Any, n_samples: int, *, tick: Callable[[], None]
+    passes: ForwardBackward,
+    dataset: Any,
+    n_samples: int,
+    *,
+    draws: SampleDraws,
+    tick: Callable[[], None],
 ) -> dict[str, float]:
     """Validation loss and the program's metrics, per token, and what its `evaluate` sums, per its
-    own count, over `n_samples` samples spread evenly over the set; every rank gets the result.
-    `tick` is called before each batch."""
+    own count, over `n_samples` samples spread evenly over the set, which are the same each time;
+    every rank gets the result. `tick` is called before each batch."""
     total, step, commit = len(dataset), passes.state.step, passes.groups.commit
     n_samples = min(n_samples or total, total)
     ids = [i * total // n_samples for i in range(n_samples)]
@@ -100,7 +111,7 @@ def validate_set(
             for part in passes.shares.cut_of(some, step, budget)[passes.dp]:
                 rows = [*part.ids, *[0] * (least - len(part.ids))]
                 with doing("batch"):
-                    batches.append(collate([item_of(dataset, i, part.length) for i in rows]))
+                    batches.append(collate([draws.item(dataset, i, part.length) for i in rows]))
                 valid.append(len(part.ids))
             value, tokens = passes.forward_backward(batches, train=False, valid=valid)
             for batch, n in zip(batches, valid, strict=True):

@@ -14,8 +14,9 @@ from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.data.open_datasets import dataset_of
+from elastic.data.sample_draws import SampleDraws
 from elastic.program import load_program
-from elastic.types import Job, Layout, Plan, StepDone, WorkerFailed
+from elastic.types import Evaluated, Job, Layout, Plan, StepDone, WorkerFailed
 from elastic.worker.program.job_program import with_job
 
 pytestmark = pytest.mark.slow
@@ -90,6 +91,97 @@ def test_each_rank_draws_what_one_process_draws(pool: Pool, tmp_path: Path) -> N
     alone = train_alone(replace(with_job(program, plain), dataset=lambda: opened), job, STEPS)
     losses = {e.step: e.train_loss for e in pool.events(StepDone)}
     assert [losses[step] for step in range(1, STEPS + 1)] == pytest.approx(alone, rel=1e-5)
+
+
+class ReadInTurn:
+    """A dataset for one process, whose samples of a step are read one after the other."""
+
+    def __init__(self, dataset: Any, job: dict[str, Any]) -> None:
+        self.dataset, self.draws = dataset, SampleDraws(job["seed"])
+        self.n, self.n_read = job["global_batch"], 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, sample: int) -> Any:
+        step, self.n_read = self.n_read // self.n, self.n_read + 1
+        return self.draws.item(self.dataset, sample, step=step)
+
+
+AUGMENTED = """
+import random
+import numpy as np
+import torch
+from torch import nn
+import elastic
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+    def __getitem__(self, index):
+        x = torch.sin(torch.arange(16.0) * index)
+        if random.random() < 0.5:
+            x = x.flip(0)
+        x = torch.roll(x, int(torch.randint(16, ()))) + 0.1 * torch.randn(16)
+        return {"input": x * np.random.uniform(0.5, 2), "target": torch.tensor(index % 8)}
+
+def loss(logits, batch):
+    return nn.functional.cross_entropy(logits, batch["target"], reduction="sum")
+
+program = elastic.Program(
+    model=lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(), DROP, nn.Linear(32, 8)),
+    dataset=Rows, validation=Rows, loss=loss,
+    optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.5),
+)
+"""
+
+
+def augmented(folder: Path, drop: str, **more: Any) -> dict[str, Any]:
+    file = folder / "program.py"
+    file.write_text(AUGMENTED.replace("DROP", drop))
+    return job_of(str(file), steps=STEPS) | {"n_samples": 96} | more
+
+
+def losses_of(pool: Pool, job: dict[str, Any], run: Path, layouts: list[Layout]) -> list[float]:
+    """Of each step, through these layouts, the second from about the middle on."""
+    workers = pool.open(job, run, n=max(layout.world_size for layout in layouts))
+    plans: list[Plan] = []
+    for i, layout in enumerate(layouts):
+        resume = {"resume": live(plans[-1])} if plans else {}
+        plans.append(plan(i + 1, layout, workers, job["global_batch"], n_blocks=0, **resume))
+        pool.enter(plans[-1])
+        wanted = STEPS if layout is layouts[-1] else STEPS // 2 - 1
+        pool.wait(lambda: any(e.step >= wanted for e in pool.events(StepDone)), "a step")  # noqa: B023
+    assert not pool.events(WorkerFailed)
+    losses = {e.step: e.train_loss for e in pool.events(StepDone)}
+    return [losses[step] for step in range(1, STEPS + 1)]
+
+
+RESIZED = [Layout(dp_replicate=2), Layout(dp_shard=3)]
+
+
+@pytest.mark.parametrize("n_processes", [0, 1])
+def test_samples_that_are_augmented_are_those_of_one_process(
+    pool: Pool, tmp_path: Path, n_processes: int
+) -> None:
+    """Read by the worker itself or by loader processes, through a change of the layout."""
+    job = augmented(tmp_path, "nn.Identity()", data={"loader_workers": n_processes})
+    losses = losses_of(pool, job, tmp_path / "run", RESIZED)
+    program, plain = load_program(job["program"]), Job.from_plain(job)
+    read = ReadInTurn(dataset_of(program, plain), job)
+    alone = train_alone(replace(with_job(program, plain), dataset=lambda: read), job, STEPS)
+    assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_model_and_its_samples_draw_at_the_same_time(pool: Pool, tmp_path: Path) -> None:
+    """The model in the training thread, samples beside it and between steps those of a validation:
+    none meets another's numbers."""
+    job = augmented(tmp_path, "nn.Dropout(0.2)", eval_every=1, eval_samples=12)
+    alone = losses_of(pool, job | {"eval_every": 0}, tmp_path / "alone", [Layout()])
+    losses = losses_of(pool, job, tmp_path / "run", RESIZED)
+    assert losses == pytest.approx(alone, rel=1e-5)
+    validated = [e.metrics["validation_loss"] for e in pool.events(Evaluated)]
+    assert len(set(validated)) == len(validated) >= STEPS - 1
 
 
 def test_a_dataset_that_is_another_one_in_each_process_makes_no_step(

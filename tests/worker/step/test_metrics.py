@@ -15,6 +15,7 @@ from support.reference import build, collate
 from torch.nn.functional import cross_entropy
 
 from elastic.data.open_datasets import Sets
+from elastic.data.sample_draws import SampleDraws
 from elastic.errors import ProgramError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, Plan, WorkerId
@@ -55,7 +56,7 @@ def evaluated() -> Iterator[Any]:
         state.fill_fresh(7)
         plan = Plan(0, Layout(), (WorkerId("node0", 0),), (5,), (4,), 2)
         stepper = Stepper(program, JOB, plan, state=state, groups=groups)
-        return validate(stepper, program.validation(), N_SAMPLES, tick=tick)
+        return validate(stepper, program.validation(), N_SAMPLES, draws=SampleDraws(7), tick=tick)
 
     yield run
     groups.close()
@@ -104,9 +105,12 @@ def test_the_worker_says_that_it_evaluates(monkeypatch: pytest.MonkeyPatch) -> N
         at_phase=lambda *told: phases.append(told),
         report=reported.append,
         script=None,
+        sample_draws=None,
     )
 
-    def validate_set(passes: Any, dataset: Any, n_samples: int, tick: Any) -> dict[str, float]:
+    def validate_set(
+        passes: Any, dataset: Any, n_samples: int, draws: Any, tick: Any
+    ) -> dict[str, float]:
         tick()
         return {"validation_loss": float(dataset)}
 
