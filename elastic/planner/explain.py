@@ -151,8 +151,8 @@ def _idle(layout: Layout, n_gpus: int, batch: int) -> str:
 
 
 def nowhere(work: ModelCost, groups: Sequence[NodeGroup], reasons: Mapping[str, str]) -> str:
-    """That nothing fits, and the fewest such nodes whose memory would hold the state alone: a bound,
-    below which nobody who tries finds one."""
+    """That nothing fits, and the fewest such nodes whose memory would hold the state alone: with
+    less, none is found by trying."""
     there = ", ".join(f"{g.n_gpus} x {g.hardware.accelerator_type}" for g in groups) or "no GPUs"
     first = next(iter(reasons.items()), ("", "there are no nodes"))
     kinds = {

@@ -53,8 +53,8 @@ def axis_rows(
 
 
 def shown(rows: Iterable[AxisRow]) -> list[str]:
-    """A table; [] = there is nothing to show, or no time that anybody planned or measured: the bytes
-    stand in report.json all the same."""
+    """A table; [] = there is nothing to show: no axis, or no time of it that anybody planned or
+    measured (the bytes stand in report.json all the same)."""
     rows = list(rows)
     if all(one.planned_s is one.measured_s is one.busy_s is None for one in rows):
         return []

@@ -189,11 +189,11 @@ class LoopModel:
         n_parts = sum(is_part(one) for one in found.values())
         if n_parts and not self._noted:
             self.__dict__["_noted"] = True
-            caller = sys._getframe(1)
+            caller, name = sys._getframe(1), shlex.quote(self._run_name())
             print(
                 f"note: {caller.f_code.co_filename}, line {caller.f_lineno}: state_dict() of "
                 f"run.model is this rank's part of {n_parts} of {n_of(len(found), 'tensor')}; the "
-                f"whole model: elastic checkpoint export {shlex.quote(self._run_name())} --to FOLDER",
+                f"whole model: elastic checkpoint export {name} --to FOLDER",
                 flush=True,
             )
         return found
