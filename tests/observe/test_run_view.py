@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
+from threading import enumerate as enumerate_threads
 
 import pytest
 from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
@@ -408,9 +410,10 @@ def test_what_takes_long_at_the_start_is_a_line_each(monkeypatch: pytest.MonkeyP
         slow, quiet = io.StringIO(), io.StringIO()
         with start_line("the program was read", slow, doing="the program is read"):
             with start_line("a part of it", quiet):
-                until(lambda slow=slow, said=said: slow.getvalue() == said, "that it is under way")
+                until(lambda slow=slow, said=said: slow.getvalue() == said, "it is told", 10)
         assert slow.getvalue().startswith(f"{said}start: the program was read")
         assert "..." not in quiet.getvalue()
+        until(lambda: not [t for t in enumerate_threads() if isinstance(t, Timer)], "its end", 10)
     view = view_of(lines())
     prepared = event_messages.of(NodePrepared("a"), view)
     assert prepared == "node a (spot) is prepared: its workers have the program"
