@@ -2,8 +2,9 @@
 
     ElasticError
     ├── SpecError        the user's input is wrong (exit code 2)
-    │   └── StorageRefused   storage says no: permission, credentials, bucket, region (also an
-                             OSError)
+    │   ├── StorageRefused   storage says no: permission, credentials, bucket, region (also an
+    │   │                    OSError)
+    │   └── RunDone          the run of that name has finished all of its steps (exit code 0)
     ├── StorageFailed    storage is out of reach, after all retries: run it again (exit code 4; also
                          an OSError)
     │   ├── StorageDamaged   it answers with other bytes than were written (exit code 1)
@@ -51,6 +52,17 @@ class SpecError(ElasticError):
 
 class StorageRefused(SpecError, OSError):
     """Storage says no: permission, credentials, bucket or region. Asking again would not help."""
+
+
+class RunDone(SpecError):
+    """The run of that name has finished all of its steps. For the command line that is what was
+    asked for: what starts it again (--supervise, `backoffLimit` of a RayJob) is done as well."""
+
+    exit_code = 0
+
+    def __init__(self, message: str, run: str = "", steps: int = 0) -> None:
+        super().__init__(message)
+        self.run, self.steps = run, steps
 
 
 class StorageFailed(ElasticError, OSError):

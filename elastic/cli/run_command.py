@@ -14,7 +14,7 @@ from elastic import api
 from elastic.api.running.supervise import command_of, supervised
 from elastic.cli.parser import EXIT, add_overrides, option, overrides, verb
 from elastic.driver import interruptible
-from elastic.errors import ElasticError, Interrupted, SpecError
+from elastic.errors import ElasticError, Interrupted, RunDone, SpecError
 from elastic.observe import find_runs
 from elastic.types import is_auto, named_after_auto, parse_layout
 
@@ -124,15 +124,12 @@ def _ran(given: argparse.Namespace) -> int:
         stream=sys.stderr if given.json else sys.stdout,
         show=not given.quiet,
     )
-    if given.script is not None:
-        result = api.run_script(given.script, given.args, given.job, options=options)
-    elif given.job is None:
-        _name_what_resumes(given, given.run_name)
-        given.refuse("JOB is missing: a folder with job.yaml and program.py; or give --script FILE")
-    else:
-        if not (Path(given.job) / "job.yaml").exists():
-            _name_what_resumes(given, given.job)
-        result = api.run(given.job, options=options)
+    try:
+        result = _result(given, options)
+    except RunDone as done:
+        if given.json:
+            print(json.dumps({"run": done.run, "outcome": "succeeded", "steps": done.steps}))
+        raise
     if given.json:
         print(json.dumps(result.summary))
     elif result.outcome == "failed":
@@ -141,6 +138,18 @@ def _ran(given: argparse.Namespace) -> int:
         lines = find_runs.stopped_lines(result.run, result.reason, given.words)
         print(lines, end="", file=sys.stderr)
     return EXIT[result.outcome]
+
+
+def _result(given: argparse.Namespace, options: api.Options) -> api.Result:
+    """Of the script or the job that was given. Raises RunDone where nothing is left to do."""
+    if given.script is not None:
+        return api.run_script(given.script, given.args, given.job, options=options)
+    if given.job is None:
+        _name_what_resumes(given, given.run_name)
+        given.refuse("JOB is missing: a folder with job.yaml and program.py; or give --script FILE")
+    if not (Path(given.job) / "job.yaml").exists():
+        _name_what_resumes(given, given.job)
+    return api.run(given.job, options=options)
 
 
 def _name_what_resumes(given: argparse.Namespace, name: str | None) -> None:

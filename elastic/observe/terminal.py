@@ -3,6 +3,7 @@ terminal, plain lines."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,10 +31,13 @@ LOOK_S = 0.25
 STOP_MOST_S = 5.0
 PLAIN_EVERY_S = 5.0  # between two progress lines where there is no terminal
 N_NOTES, N_NODES, N_LOST = 10, 12, 3
+MOST_NOTE_LINES = 12  # of the notes together: the newest ones, whole
+HANGING = " " * 25  # before what a note has beyond its first line: under its text
 ROOMY = 84  # columns, from which on two things stand side by side
 STEPS_KEPT = 1000  # that may still be undone; see Books
 ACCOUNT_S = 2.0  # between two accounts
 START_LEAST_S = 0.5  # of a phase of a run's start that has a line
+DOING_AFTER_S = 2.0  # that such a phase is under way is told
 KEPT = 200  # steps and notes that it remembers
 MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
@@ -172,11 +176,19 @@ class Terminal:
 
 
 @contextmanager
-def start_line(what: str, stream: TextIO | None) -> Iterator[None]:
+def start_line(what: str, stream: TextIO | None, *, doing: str = "") -> Iterator[None]:
     """While a run starts and there is nothing to draw yet: what has taken how long, in a line.
-    `stream`: None = nobody looks."""
+    `doing`: the same of what is not over yet, said once where it takes a while. `stream`: None =
+    nobody looks."""
     began_s = time.monotonic()
-    yield
+    slow = threading.Timer(DOING_AFTER_S, print, (f"start: {doing} ...",), {"file": stream})
+    slow.daemon = True
+    if doing and stream is not None:
+        slow.start()
+    try:
+        yield
+    finally:
+        slow.cancel()
     took_s = time.monotonic() - began_s
     if stream is not None and took_s >= START_LEAST_S:
         print(f"start: {what} in {took_s:.1f} s", file=stream, flush=True)
@@ -220,7 +232,9 @@ class LivePicture:
         else:
             above = [self._progress(), Text(), layout]
         why = Text(f"why: {view.reason}" if view.reason else "", style="italic")
-        body = Group(*above, Text(), *_nodes(view, roomy), Text(), *_notes(view), Text(), why)
+        body = Group(
+            *above, Text(), *_nodes(view, roomy), Text(), *_notes(view, console, width), Text(), why
+        )
         yield Panel(body, title=Text(f"elastic  {view.state.run}"), border_style="dim")
 
     def _progress(self) -> RenderableType:
@@ -267,13 +281,17 @@ def _nodes(view: View, roomy: bool) -> Iterator[RenderableType]:
         yield picture_parts.nodes_table(view, shown, roomy)
 
 
-def _notes(view: View) -> list[Text]:
-    return [
-        Text(
-            plain_note(view, note),
-            style=STYLES.get(note.kind, ""),
-            overflow="ellipsis",
-            no_wrap=True,
-        )
-        for note in view.notes[-N_NOTES:]
-    ]
+def _notes(view: View, console: Console, width: int) -> list[Text]:
+    """The newest ones, each to its end: as many as there is room for."""
+    shown: list[Text] = []
+    for note in reversed(view.notes[-N_NOTES:]):
+        whole = plain_note(view, note)
+        first = Text(whole).wrap(console, width)[0]
+        rest = Text(whole[len(first) :].lstrip()).wrap(console, max(1, width - len(HANGING)))
+        lines = [first, *(Text(HANGING) + line for line in rest if line.plain)]
+        if shown and len(shown) + len(lines) > MOST_NOTE_LINES:
+            break
+        for line in lines:
+            line.stylize(STYLES.get(note.kind, ""))
+        shown[:0] = lines
+    return shown

@@ -32,7 +32,6 @@ TOLD = {
     "offload": "copies from and to host memory",
     "jitter": "waiting for the slowest of many nodes",
 }
-STATE_SHARE = 0.6  # of the memory, for the state: the rest is for activations and what is gathered
 SAME = 0.01  # of a step
 MOST_WAITING = 0.15  # of a step, in one kind of waiting, that is worth a warning
 NEAR = 0.92  # of what may be used of the memory
@@ -91,8 +90,8 @@ def slower(cost: Cost, best: Cost) -> str:
     if extra <= 0 or more < 0:
         return f"{abs(more):.0%} {word} than the first"
     return (
-        f"{more:.0%} slower than the first: {TOLD[name]} takes {extra / best.step_s:.0%} of its "
-        "step more"
+        f"{more:.0%} slower than the first: it spends {extra / best.step_s:.0%} of its step more "
+        f"on {TOLD[name]}"
     )
 
 
@@ -152,7 +151,8 @@ def _idle(layout: Layout, n_gpus: int, batch: int) -> str:
 
 
 def nowhere(work: ModelCost, groups: Sequence[NodeGroup], reasons: Mapping[str, str]) -> str:
-    """That nothing fits, and the fewest such nodes whose memory would hold the state."""
+    """That nothing fits, and the fewest such nodes whose memory would hold the state alone: with
+    less, none is found by trying."""
     there = ", ".join(f"{g.n_gpus} x {g.hardware.accelerator_type}" for g in groups) or "no GPUs"
     first = next(iter(reasons.items()), ("", "there are no nodes"))
     kinds = {
@@ -164,7 +164,7 @@ def nowhere(work: ModelCost, groups: Sequence[NodeGroup], reasons: Mapping[str, 
     if len(more) < len(least):  # here, or on so many, it is not the state that does not fit
         enough = f"; {state} alone would fit, what else such a layout holds does not"
     elif least:
-        enough = f"; {state} and activations want about {' or '.join(more)}"
+        enough = f"; {state} alone takes at least {' or '.join(more)}"
     return f"no layout fits {there} ({first[0]}: {first[1]}){enough}"
 
 
@@ -173,6 +173,6 @@ def n_gpus(groups: Sequence[NodeGroup], kind: str) -> int:
 
 
 def fewest(work: ModelCost, group: NodeGroup) -> int:
-    """GPUs in whole nodes that hold the state in STATE_SHARE of their memory."""
-    per_node = STATE_SHARE * USABLE * group.hardware.memory_bytes * group.gpus_per_node
+    """GPUs in whole nodes that hold the state and nothing else."""
+    per_node = USABLE * group.hardware.memory_bytes * group.gpus_per_node
     return ceil(work.state_bytes / per_node) * group.gpus_per_node

@@ -304,9 +304,10 @@ def enter(state: State, choice: Choice, resume: Resume, *, cause: Cause, why: st
         if plan.predicted_step_time_s
         else ""
     )
+    price = f", ${plan.usd_per_h:.2f}/h" if plan.usd_per_h else ""
     text = (
-        f"{why}; generation {plan.generation}: {choice.layout} on {where}, "
-        f"${plan.usd_per_h:.2f}/h, {_every('peer', plan.peer_every)}, "
+        f"{why}; generation {plan.generation}: {choice.layout} on {where}{price}, "
+        f"{_every('peer', plan.peer_every)}, "
         f"{_every('durable', plan.durable_every)}{expected}"
     ) + "".join(
         f"; {more}"

@@ -87,7 +87,8 @@ def entered(state: State, chosen: Choice, resume: Resume, *, cause: Cause, why: 
         resume=resume, cause=cause, usd_per_h=usd_per_h,
     )  # fmt: skip
     again = "" if resume.source == "fresh" else " anew; it resumes from its own checkpoint"
-    where = f"{n} of {n_of(len(used), 'node')}, ${usd_per_h:.2f}/h"
+    price = f", ${usd_per_h:.2f}/h" if usd_per_h else ""
+    where = f"{n} of {n_of(len(used), 'node')}{price}"
     text = f"{why}; generation {plan.generation}: the script starts on {where}{again}"
     return Decision((EnterPlan(plan),), text)
 

@@ -129,8 +129,8 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
         return None  # its workers have left, and may not have heard: it is saved in the next phase
     if state.quiescing is None:
         text = (
-            f"{wish.reason}: generation {plan.generation} stops after step {state.step} or "
-            "the next and is saved"
+            f"{wish.reason}: generation {plan.generation} stops at its next step boundary and is "
+            f"saved (step {state.step} is the last that was reported)"
         )
         return Decision((Quiesce(plan.generation, save=True),), text, until_s)
     if done:

@@ -101,8 +101,11 @@ def _look_at_it(shell: Shell, last: int) -> None:
     assert code == 0
     assert {item["step"] for item in json.loads(out)} >= {last}
     before = shell.files()
-    code, _, err = shell.call("run", "tiny", "--run-name", "one", "--set", f"steps={last}")
-    assert (code, err.count("\n")) == (2, 1)
+    code, out, err = shell.call(
+        "run", "tiny", "--run-name", "one", "--set", f"steps={last}", "--json"
+    )
+    assert (code, err.count("\n")) == (0, 1)
+    assert json.loads(out) == {"run": "one", "outcome": "succeeded", "steps": last}
     assert f"run 'one' is done ({last} steps)" in err
     assert shell.files() == before
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
+from threading import enumerate as enumerate_threads
 
 import pytest
 from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
@@ -320,6 +322,21 @@ def test_the_live_picture(tmp_path: Path) -> None:
     console.print(LivePicture(view_of([])))  # before the first line
 
 
+@pytest.mark.parametrize("width", [60, 140])
+def test_what_happened_last_is_shown_to_its_end(width: int) -> None:
+    from rich.console import Console
+
+    long = " ".join(f"reason{i}" for i in range(60))
+    seen = view_of([*lines(), tick(14.0, RequestFailed("spot", "r", long))])
+    console = Console(width=width, height=90, record=True, file=io.StringIO())
+    console.print(LivePicture(seen))
+    notes = console.export_text().split("why:")[0]
+    assert "reason59" in notes, "it is not cut"
+    more = next(line for line in notes.splitlines() if "reason20" in line)
+    assert more.strip("│ ") == more[2 + len(terminal.HANGING) :].rstrip("│ "), "under its text"
+    assert notes.count("\n") < 60
+
+
 def test_loss_png(tmp_path: Path) -> None:
     path = save_loss(view_of(lines()), tmp_path / "deep" / "loss.png")
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -388,6 +405,15 @@ def test_what_takes_long_at_the_start_is_a_line_each(monkeypatch: pytest.MonkeyP
     with start_line("the program was read", stream):
         pass
     assert stream.getvalue() == "start: the program was read in 0.0 s\n"
+    for after_s, said in ((60.0, ""), (0.0, "start: the program is read ...\n")):
+        monkeypatch.setattr(terminal, "DOING_AFTER_S", after_s)
+        slow, quiet = io.StringIO(), io.StringIO()
+        with start_line("the program was read", slow, doing="the program is read"):
+            with start_line("a part of it", quiet):
+                until(lambda slow=slow, said=said: slow.getvalue() == said, "it is told", 10)
+        assert slow.getvalue().startswith(f"{said}start: the program was read")
+        assert "..." not in quiet.getvalue()
+        until(lambda: not [t for t in enumerate_threads() if isinstance(t, Timer)], "its end", 10)
     view = view_of(lines())
     prepared = event_messages.of(NodePrepared("a"), view)
     assert prepared == "node a (spot) is prepared: its workers have the program"

@@ -48,6 +48,14 @@ def prepared(decision: Decision) -> list[str]:
 # --------------------------------------------------------------------------------- start and growth
 
 
+@pytest.mark.parametrize("usd", [1.0, 0.0])
+def test_what_nodes_cost_is_told_where_they_have_a_price(usd: float) -> None:
+    story = Story((Pool("spot", "CPU", 1, "spot", usd, 0, 4),))
+    story.running("a", "b")
+    (entered,) = (d.reason for d in story.decisions if orders(d, EnterPlan))
+    assert ("of 2 nodes, $2.00/h, " in entered, "$" in entered) == (usd > 0, usd > 0)
+
+
 def test_a_run_starts_with_requests_then_prepares_then_enters() -> None:
     story = Story()
     assert orders(story.decisions[0], RequestNodes) == [RequestNodes("spot", 4, "spot-1")]

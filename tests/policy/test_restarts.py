@@ -56,6 +56,15 @@ def test_a_run_that_nothing_happens_to() -> None:
     assert replay(story.lines).identical
 
 
+@pytest.mark.parametrize("usd", [1.0, 0.0])
+def test_what_nodes_cost_is_told_where_they_have_a_price(usd: float) -> None:
+    story = three(pools=(Pool("spot", max_nodes=4, usd_per_node_h=usd),))
+    story.meet()
+    said = [line.decision.reason for line in story.lines if line.decision is not None]
+    (starts,) = (text for text in said if "the script starts on 3 workers of 3 nodes" in text)
+    assert ("nodes, $3.00/h" in starts, "$" in starts) == (usd > 0, usd > 0)
+
+
 def test_one_rank_that_has_ended_well_waits_for_the_others() -> None:
     story = three()
     story.meet()

@@ -72,6 +72,11 @@ def test_a_stop_saves_first() -> None:
     story = Story()
     plan = story.running("a", "b", steps=4)
     assert orders(story.tick(StopAsked("enough")), Quiesce) == [Quiesce(plan.generation, save=True)]
+    # how far the ranks are by now is not known: steps are reported once in a while
+    assert (
+        "stops at its next step boundary and is saved (step 4 is the last that was reported)"
+        in (story.decisions[-1].reason)
+    )
     story.tick(StepDone(plan.generation, 5, 1.0, 10, 0.1))
     story.tick(
         Quiesced(WorkerId("a", 0), plan.generation, 5),

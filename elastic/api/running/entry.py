@@ -127,7 +127,8 @@ def run_file(
         return restarted_script.run_restarting(file, args, data, where=where, options=options)
     settled = partial(leaves_out, file)
     check_first(data, file, where, options=options, settled=settled, args=args)
-    with start_line("the script ran up to its loop, which was tried", _shown(options)):
+    doing = "the script runs up to its loop, which is tried"
+    with start_line("the script ran up to its loop, which was tried", _shown(options), doing=doing):
         spec, program = _loop_job(file, args, data, where=where, stream=options.stream)
     return run_job(spec, options, program)
 
@@ -211,7 +212,10 @@ def run_train_function(
 
     args, settled = sys.argv[1:], partial(leaves_out, file)
     check_first(keys, file, where, options=options, settled=settled, args=args)
-    done = start_line("the train function ran up to its loop, which was tried", _shown(options))
+    done = start_line(
+        "the train function ran up to its loop, which was tried", _shown(options),
+        doing="the train function runs up to its loop, which is tried",
+    )  # fmt: skip
     with done, train_function.as_they_are():
         program = capture(file, args, _seed(keys), function=lambda: train_function.loaded(data))
     program = with_notes(program)

@@ -15,7 +15,7 @@ from elastic.api.running.run import JobRun, Result
 from elastic.api.running.start_checks import failed_by_itself, keys_in, paid_until_s
 from elastic.config.job import JobSpec, job_of
 from elastic.config.key_names import place_of
-from elastic.errors import SpecError
+from elastic.errors import RunDone, SpecError
 from elastic.ledger.journal import Line
 from elastic.policy.restarts import never_met
 from elastic.policy.state.fold import State
@@ -77,8 +77,10 @@ class _ScriptRun(JobRun):
                 "--run-name"
             )
         if state.phase == "succeeded":
-            raise SpecError(
-                f"run '{self.name}' is done; give another --run-name, or none, to start over"
+            raise RunDone(
+                f"run '{self.name}' is done; give another --run-name, or none, to start over",
+                self.name,
+                state.step,
             )
         if state.job.script != str(self.file) and not self.options.allow_changed:
             raise SpecError(

@@ -156,7 +156,7 @@ class JobRun:
         self.place = RunFolder.of(
             open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}")
         )
-        with self._phase("the program was read"):
+        with self._phase("the program was read", "the program is read"):
             self._load(program)
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(options.stream) if options.show else None
@@ -171,8 +171,9 @@ class JobRun:
     def _out(self) -> TextIO:
         return self.options.stream or sys.stdout
 
-    def _phase(self, what: str) -> AbstractContextManager[None]:
-        return start_line(what, self._out() if self.options.show else None)
+    def _phase(self, what: str, doing: str = "") -> AbstractContextManager[None]:
+        """`doing`: as in start_line."""
+        return start_line(what, self._out() if self.options.show else None, doing=doing)
 
     @property
     def journal_path(self) -> Path:
@@ -188,9 +189,10 @@ class JobRun:
                 with writable(str(self.place.folder)):
                     before, stored, state = self._before()
             cluster = self._cluster(stack)  # its head starts beside what follows
-            with self._phase("the model was traced, its layouts were checked"):
+            doing = "the model is traced, its layouts are checked"
+            with self._phase("the model was traced, its layouts were checked", doing):
                 start = self._start(lease.epoch, before, state, layouts=layouts)
-            with self._phase("Ray was reached"):
+            with self._phase("Ray was reached", "Ray is started, or reached"):
                 backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
             with writable(str(self.place.folder)):
@@ -303,6 +305,7 @@ class JobRun:
             )
         self._check_again(before, start, state, found=found)
         if layouts is not None:
+            check_layouts(self.spec, start.model)  # what is known of it without the comparison
             model = checked(model, layouts.result(), self.program)
             start = replace(start, model=model, job={**start.job, COMPUTES_IN: model.computes_in})
         check_layouts(self.spec, start.model)

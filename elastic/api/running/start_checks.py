@@ -71,6 +71,8 @@ def check_first(
     known = {key: data[key] for key in OF_THE_POOLS if key in data}
     spec = adapted(job_of(LEAST | known, file, where), quiet, address)
     pools = tuple(pool.pool() for pool in spec.pools)
+    if file.is_file():  # a script or a train function, whatever it holds
+        _check_uncut(spec)
     if "pools" in data or options.cluster is not None or settled("pools"):
         check_fit(spec, pools)
         check_drill(spec.drill, pools, embedded=address is None)
@@ -82,6 +84,17 @@ def check_first(
             if not options.allow_changed:
                 check_args(args, place)
             _check_not_done(file, args, data, place=place, options=options)
+
+
+def _check_uncut(spec: JobSpec) -> None:
+    """Raises SpecError for a layout that no loop of a script can have."""
+    for layout in spec.least_layouts():
+        for axis, why in (
+            ("pp", "its script calls the whole model"),
+            ("cp", "a script gets whole sequences"),
+        ):
+            if getattr(layout, axis) > 1:
+                raise SpecError(f"layout '{layout}': no {axis}: {why}; take {axis}=1")
 
 
 def check_args(args: Sequence[str], place: RunFolder) -> None:

@@ -53,7 +53,11 @@ def axis_rows(
 
 
 def shown(rows: Iterable[AxisRow]) -> list[str]:
-    """A table; [] = there is nothing to show."""
+    """A table; [] = there is nothing to show: no axis, or no time of it that anybody planned or
+    measured (the bytes stand in report.json all the same)."""
+    rows = list(rows)
+    if all(one.planned_s is one.measured_s is one.busy_s is None for one in rows):
+        return []
     found = [
         (
             NAMES.get(one.axis, one.axis),

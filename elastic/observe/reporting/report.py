@@ -295,7 +295,9 @@ def _head(data: Mapping[str, Any], view: View) -> list[str]:
         pad = f"{100 * data['pad_share']:.1f} %"
         rows.append(("filling", f"{pad} of the places of the micro-batches held no token"))
     if data["launch_to_first_step_s"] is not None:
-        rows.append(("first step", f"{data['launch_to_first_step_s']:.1f} s after the launch"))
+        before = "what Python imports, and a script up to its loop, came before that"
+        first = f"{data['launch_to_first_step_s']:.1f} s after the driver began; {before}"
+        rows.append(("first step", first))
     if by_pool := sentence(data["launch_to_first_step_s_by_pool"]):
         rows.append(("of a node", f"{by_pool} from its request to its first step (medians)"))
     return columns(rows)

@@ -140,7 +140,10 @@ def unlike_each(whole: float, ones: Sequence[float], anyway: str) -> str:
     n, each = len(ones), sum(ones)
     of_what = depends(anyway)
     if math.isclose(n * whole, each, rel_tol=LOSS_AGREES):
-        of_what = "a mean, it seems; the loss must be the sum over the batch (reduction='sum')"
+        of_what = (
+            "a mean, it seems, maybe times a number that does not follow from the batch; the loss "
+            "must be the sum over the batch (reduction='sum', or the mean times its own count)"
+        )
     return (
         f"the loss of {n} samples is {whole:.6g}, that of the same one by one {each:.6g}: {of_what}"
     )

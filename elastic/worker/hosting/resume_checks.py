@@ -24,6 +24,7 @@ from elastic.errors import (
     REFUSALS,
     ElasticError,
     ProgramError,
+    RunDone,
     SpecError,
     StateLost,
     StorageFailed,
@@ -91,7 +92,8 @@ def check_not_done(
     run: str, steps: int, saved: int, *, succeeded: bool, script: bool = False, further: str = ""
 ) -> None:
     """`saved`: the step that the run would go on from; `script`: it enters elastic.loop; `further`:
-    what else may be done. Raises SpecError where it has nothing left to do."""
+    what else may be done. Raises RunDone where it has nothing left to do, SpecError where it is
+    beyond its steps and did not end."""
     if saved and (steps <= saved if succeeded else steps < saved):
         at = f"is at step {saved} of now {n_of(steps, 'step')}"
         at = f"is done ({n_of(saved, 'step')})" if succeeded else at
@@ -100,10 +102,11 @@ def check_not_done(
             longer = (
                 "more steps (or epochs) in elastic.loop(...), or --set steps=N, let it continue"
             )
-        raise SpecError(
+        text = (
             f"run '{run}' {at}; {longer}; another --run-name, or none, starts "
             f"over (of an ElasticTrainer: RunConfig(name=...)){further}"
         )
+        raise RunDone(text, run, saved) if succeeded else SpecError(text)
 
 
 def taken(storage: Storage, run: str, *, patient: bool = False) -> Lease:

@@ -284,7 +284,7 @@ class Run:
         self.program, self.optimizer = program, optimizer
         self.name = "RUN"  # what commands call it
         self.calls = CallLog()
-        self.model = LoopModel(lambda: _on_meta(program), self.calls)
+        self.model = LoopModel(lambda: _on_meta(program), self.calls, lambda: self.name)
         self.given: GivenModel | None = None
         self.handoff = Handoff()
         self.committed = False

@@ -9,6 +9,7 @@ continues.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import threading
 from collections.abc import Callable
@@ -75,12 +76,19 @@ NOT_TRAINED = (
 class LoopModel:
     """Calls and attributes go to the module of the generation that is running."""
 
-    def __init__(self, build_meta: Callable[[], nn.Module], calls: CallLog) -> None:
-        """`calls`: where it is noted that the script calls the model."""
+    def __init__(
+        self,
+        build_meta: Callable[[], nn.Module],
+        calls: CallLog,
+        run_name: Callable[[], str] = lambda: "RUN",
+    ) -> None:
+        """`calls`: where it is noted that the script calls the model; `run_name`: what commands
+        call the run."""
         self.__dict__.update(
             _build_meta=build_meta, _module=None, _live=False, _error=None, _outlines={}
         )
         self.__dict__.update(_calls=calls, _script=threading.get_ident(), _noted=False)
+        self.__dict__["_run_name"] = run_name
 
     def attach(self, module: nn.Module) -> None:
         """A new generation: its module, and no error."""
@@ -181,11 +189,11 @@ class LoopModel:
         n_parts = sum(is_part(one) for one in found.values())
         if n_parts and not self._noted:
             self.__dict__["_noted"] = True
-            caller = sys._getframe(1)
+            caller, name = sys._getframe(1), shlex.quote(self._run_name())
             print(
                 f"note: {caller.f_code.co_filename}, line {caller.f_lineno}: state_dict() of "
                 f"run.model is this rank's part of {n_parts} of {n_of(len(found), 'tensor')}; the "
-                "whole model: elastic checkpoint export RUN --to FOLDER",
+                f"whole model: elastic checkpoint export {name} --to FOLDER",
                 flush=True,
             )
         return found

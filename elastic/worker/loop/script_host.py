@@ -63,7 +63,8 @@ INSTEAD = {  # of what ray.train gives to its own workers
     "report": "each step's loss and gradient norm are recorded without "
     "it; run.log tells numbers of your own, validation= and evaluate= of "
     "elastic.loop give more",
-    "get_context": "run.rank and run.world_size say where this is",
+    "get_context": "run.rank and run.world_size say where this is, inside of the loop; a "
+    "batch_size that is divided by the number of workers need not be, global_batch is that of all",
     "get_checkpoint": "the state is there when the loop begins; what else must "
     "be remembered is extra_state= of "
     "elastic.loop",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
@@ -249,9 +250,11 @@ def _check_loader(loader: DataLoader[Any]) -> None:
             "elastic.loop: the DataLoader has a collate_fn of its own; batches are stacked here: "
             "do in the dataset's [sample id] what it does"
         )
-    if not isinstance(loader.sampler, SequentialSampler | RandomSampler | DistributedSampler):
+    orders = (loader.sampler, loader.batch_sampler)
+    known = (SequentialSampler, RandomSampler, DistributedSampler, BatchSampler, type(None))
+    for own in (one for one in orders if not isinstance(one, known)):
         raise SpecError(
-            f"elastic.loop: the DataLoader has a {type(loader.sampler).__name__}; the order is "
+            f"elastic.loop: the DataLoader has a {type(own).__name__}; the order is "
             "elastic's, each sample of an epoch once: give the dataset alone"
         )
 

@@ -208,7 +208,7 @@ def test_how_many_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
             (*SMALL, "--tokens", "1T", "--within", "1m", "--gpus", "H100"),
             "exclude each other at a step of 524,288 tokens",
         ),
-        (("--model", "405b", "--gpus", "L4:8"), "activations want about"),
+        (("--model", "405b", "--gpus", "L4:8"), "alone takes at least"),
         ((*ON_8, "--png", "/dev/null/plan.png"), "--png /dev/null/plan.png: cannot be written"),
         (("jobs",), "jobs/job.yaml: no such file"),
         (("jobs/quickstart", "--nodes", "spot=9"), "the pool gives at most 2"),

@@ -176,11 +176,13 @@ def test_what_does_not_fit_is_not_advised_to_take_as_many(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     err = refused(capsys, "--model", "8b", "--gpus", "H100:8", "--layout", "dp_replicate=8")
-    assert "want about" not in err
+    assert "takes at least" not in err
     assert "its state of 120 GiB alone would fit, what else such a layout holds does not" in err
     assert "; a free choice fits: --layout auto, dp_shard=8" in err
     err = refused(capsys, "--model", "70b", "--gpus", "H100:8")
-    assert "want about 24 x H100-80GB-SXM; tried: 16 x H100-80GB-SXM are enough, with dp_" in err
+    assert (
+        "takes at least 16 x H100-80GB-SXM; tried: 16 x H100-80GB-SXM are enough, with dp_" in err
+    )
 
 
 # ------------------------------------------------------------------------------------ purposes

@@ -341,6 +341,7 @@ def test_a_run_with_nothing_left_to_do_says_so(
     with pytest.raises(SpecError) as refused:
         resume_checks.check_not_done("one", steps, saved, succeeded=succeeded)
     assert said in str(refused.value)
+    assert refused.value.exit_code == (0 if succeeded else 2), "what is done is no wrong input"
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ IMPOSSIBLE = {
     "global_batch=0": r"--set: key 'global_batch'",
     "layout=dp_shard=": r"--set: .*dp_shard",
     "layout=dp_shard=64": r"train: layout 'dp_shard=64' needs 64 workers; the pools give at most 6",
+    "layout=pp=2": r"layout 'pp=2': no pp: its script calls the whole model; take pp=1",
+    "layout=auto,cp=2": r"no cp: a script gets whole sequences; take cp=1",
     "min_workers=7": r"train: min_workers=7; the pools give at most 6",
     "pools=[{name: a, min_nodes: 3, max_nodes: 2}]": r"--set: .*min_nodes=3 is more than",
     "storage=/proc/elastic": r"storage /proc/elastic.* cannot be written",

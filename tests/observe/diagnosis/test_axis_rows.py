@@ -63,6 +63,7 @@ def test_bytes_are_known_without_the_hardware() -> None:
     rows = communicated(seen)
     assert [one.planned_s for one in rows] == [None] * 3 and all(one.n_bytes for one in rows)
     assert communicated(evidence_of([])) == ()
+    assert shown(rows) == [], "a table of dashes says nothing"
 
 
 def test_what_sends_nothing_has_no_row() -> None:

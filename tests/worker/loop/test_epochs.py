@@ -174,11 +174,13 @@ def test_an_epoch_ends_on_all_ranks_and_one_of_them_saves(
 def test_what_is_a_part_of_the_model_is_named_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = LoopModel(lambda: torch.nn.Linear(2, 2), CallLog())
+    name = "RUN"
+    model = LoopModel(lambda: torch.nn.Linear(2, 2), CallLog(), lambda: name)
     with pytest.raises(ProgramError, match="state_dict was asked for before the first batch"):
         model.state_dict()
     module = torch.nn.Linear(2, 2)
     model.attach(module)
+    name = "my run"  # which is known once the script has entered its loop
     assert model.module is model
     found = model.state_dict()
     assert found.keys() == module.state_dict().keys() and not capsys.readouterr().out
@@ -189,3 +191,4 @@ def test_what_is_a_part_of_the_model_is_named_where_it_is_asked_for(
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1 and "test_epochs.py, line " in said[0]
     assert "is this rank's part of 1 of 2 tensors" in said[0]
+    assert "elastic checkpoint export 'my run' --to FOLDER" in said[0]

@@ -297,7 +297,8 @@ def test_what_comes_with_a_batch_is_refused_before_it(tmp_path: Path, name: str)
         ),
         (
             "get_context().get_world_rank()",
-            "ray.train's get_context has no meaning in elastic.loop, leave it out: run.rank and",
+            "ray.train's get_context has no meaning in elastic.loop, leave it out: run.rank and "
+            "run.world_size say where this is, inside of the loop; a batch_size that is divided by",
         ),
         (
             "torch.prepare_model(model)",

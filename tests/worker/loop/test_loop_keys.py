@@ -140,6 +140,9 @@ def test_a_data_loader_that_does_more_is_refused() -> None:
     weighted = torch.utils.data.WeightedRandomSampler([1.0] * 16, 16)
     with pytest.raises(SpecError, match="the DataLoader has a WeightedRandomSampler; the order is"):
         loop_of(torch.utils.data.DataLoader(data, sampler=weighted))
+    of_a_kind = [[0, 2], [1, 3]]  # its own batches, which would get lost
+    with pytest.raises(SpecError, match="the DataLoader has a list; the order is elastic's"):
+        loop_of(torch.utils.data.DataLoader(data, batch_sampler=of_a_kind))
 
 
 def test_steps_must_be_said_somewhere(tmp_path: Path) -> None:
