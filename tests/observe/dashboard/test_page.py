@@ -380,7 +380,7 @@ def test_pages_that_were_left_hold_no_connection(tmp_path: Path) -> None:
             await page.until("location.protocol === 'about:'")
             await page.go(server.url)
             await page.until(READY, 20)
-        await page.value("history.go(-2)")
+        await page.back(2)
         await page.until("document.querySelector('.link')?.textContent.includes('run has ended')")
 
     shown(tmp_path, work)
