@@ -119,7 +119,7 @@ function Top(props: {
         </select>
       ) : <span class="run cut">{run?.run ?? listed[0]?.name ?? ""}</span>}
       <div class="spacer" />
-      <span class={`link ${link.open ? "open" : "shut"}`} role="status">
+      <span class={`link ${link.open || run?.ended ? "open" : "shut"}`} role="status">
         {link.open ? (run?.ended ? "● run has ended" : run?.phase === "interrupted" ? "● connected" : "● live") : !link.heard_at ? "○ connecting" : run?.ended ? "○ run has ended, and so has this page's server" : `○ no connection for ${silent} s: numbers are old`}
       </span>
       <select aria-label="colors" value={props.theme} onChange={(e) => props.onTheme(e.currentTarget.value as Theme)}>
