@@ -210,12 +210,14 @@ def test_a_page_hears_of_what_is_new_and_of_another_server(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_page_beside_a_run_is_shown_how_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last lines are written between two looks, and the last answer is not old enough for a
     new one."""
     monkeypatch.setattr(dashboard_server, "LOOK_S", 3600.0)
+    monkeypatch.setattr(dashboard_server, "QUIET_S", 1.0)
 
     async def main() -> None:
         given = shelf(tmp_path, 6)
