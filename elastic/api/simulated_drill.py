@@ -18,6 +18,7 @@ from elastic.observe.run_view import view_of
 from elastic.sim.markets.drilled_run import checked, drilled_run
 from elastic.sim.scripted_faults import Delays
 from elastic.types import parse_layout
+from elastic.types.events import newest_gates
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,7 @@ def simulate_drill(
         durable=(),
         attached=False,
         paid_until_s=None,
-        expects_measured=True,
-        leaves_out=True,
-        begins_anew=True,
-        waits_to_save=True,
-        blames_program=True,
-        saves_again=True,
-        keeps_left=True,
-        spares_noticed=True,
-        counts_taken=True,
-        trusts_compared=True,
+        **newest_gates(forms_ahead=measured.start.forms_ahead),
     )
     workers, whole_s = max(
         (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()

@@ -49,6 +49,7 @@ class DriverStarted(Event):
     `counts_taken`: a node that is being left or released and is in fact taken counts as taken (else
     as released): likewise. `trusts_compared`: an axis that a transition of this run has compared,
     and found right, is not avoided where nothing can be compared (else it is): likewise.
+    `redoes_unknown`: where no older copy would tell either, a short run begins anew: likewise.
     """
 
     run: str
@@ -76,12 +77,13 @@ class DriverStarted(Event):
     spares_noticed: bool = False
     counts_taken: bool = False
     trusts_compared: bool = False
+    redoes_unknown: bool = False
 
 
 GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
-    "keeps_left", "spares_noticed", "counts_taken", "trusts_compared",
+    "keeps_left", "spares_noticed", "counts_taken", "trusts_compared", "redoes_unknown",
 )  # fmt: skip
 
 

@@ -149,14 +149,18 @@ def _unproven(state: State, layout: Layout, old: Layout) -> tuple[str, ...]:
 def comparable(state: State, layout: Layout, resume: Resume) -> Resume:
     """Where the layout has an axis that the copy's had not and that nobody has compared, and
     nothing is known at the copy's step that would tell whether it computes the same: an older copy,
-    from which a step is done again that is known. Where that costs more than COMPARED_S, or there
-    is none: the same copy."""
+    from which a step is done again that is known, or else the run's first step. Where that costs
+    more than COMPARED_S: the same copy."""
     if not state.probes or resume.layout is None or not _unproven(state, layout, resume.layout):
         return resume
     if refused_layouts.comparable(state, resume.step):
         return resume
     memory, durable = _below(state, resume.step)
-    found = [copy for copy in (memory, _stored(durable) if durable else None) if copy]
+    stored = None if state.away and state.redoes_unknown else durable
+    found = [copy for copy in (memory, _stored(stored) if stored else None) if copy]
+    if state.redoes_unknown:
+        found = [copy for copy in found if refused_layouts.comparable(state, copy.step)]
+        found += [Resume("fresh")] if not found and not state.away else []
     older = max(found, key=lambda copy: copy.step, default=None)
     if older is None or not refused_layouts.comparable(state, older.step):
         return resume

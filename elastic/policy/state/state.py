@@ -231,8 +231,7 @@ class State:
     given_up: frozenset[str] = frozenset()
     dead: frozenset[WorkerId] = frozenset()  # processes that are continued nodes that are not
     requests: Mapping[str, Request] = field(default_factory=dict)
-    # pool -> its machines that are not nodes
-    instances: Mapping[str, InstancesSeen] = field(default_factory=dict)
+    instances: Mapping[str, InstancesSeen] = field(default_factory=dict)  # of a pool, no nodes
     backoff: Mapping[str, Backoff] = field(default_factory=dict)
     n_requests: int = 0
     history: Mapping[str, PoolSeen] = field(default_factory=dict)  # pool -> what was seen of it
@@ -265,6 +264,7 @@ class State:
     spares_noticed: bool = False  # see DriverStarted
     counts_taken: bool = False  # see DriverStarted
     trusts_compared: bool = False  # see DriverStarted
+    redoes_unknown: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None

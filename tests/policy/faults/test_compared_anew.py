@@ -98,6 +98,32 @@ def test_nor_is_dp_taken_where_nothing_would_tell_and_as_many_workers_need_it_no
     assert ("no dp: nothing is known at step 5" in story.decisions[-1].reason) is (not proven)
 
 
+@pytest.mark.parametrize(
+    ("redoes", "step_s", "step"), [(True, 2.0, 0), (True, 20.0, 5), (False, 2.0, 5)]
+)
+def test_a_run_of_few_steps_begins_anew_where_nothing_older_would_tell(
+    redoes: bool, step_s: float, step: int
+) -> None:
+    """dp_shard=3 is all that three workers may enter, and no copy but that of step 5 is left."""
+    story = Story(layout={3: "dp_shard=3", 4: "pp=4"}, peer_every=1, durable_every=0)
+    story.state = replace(story.state, redoes_unknown=redoes)
+    plan = story.running("a", "b", "c", "d")
+    story.tick(Probed(plan.generation, 0, 3.0))
+    story.steps(5, step_time_s=step_s)
+    story.tick(NodeLost("d", "gone"))
+    held = {name: [(r, 5, "live"), ((r + 1) % 4, 5, "peer")] for r, name in enumerate("abc")}
+    story.quiesced(plan, held)
+    begun = story.state.target
+    assert begun is not None and begun.resume.step == step
+    assert begun.resume.source == ("peer" if step else "fresh")
+    told = "not step 5: nothing is known there that would tell whether dp_shard=3 computes the same"
+    assert (told in story.decisions[-1].reason) is (step == 0)
+    if step == 0:
+        story.tick(Probed(begun.generation, 0, 3.0), PlanEntered(begun.generation, 0))
+        decision = story.tick(StepDone(begun.generation, 1, 9.0, 10, 0.1, digest="d1"))
+        assert orders(decision, Abort) and list(story.state.unusable) == ["dp"]
+
+
 @pytest.mark.parametrize("trusts", [True, False])
 def test_what_a_transition_has_compared_is_not_avoided_afterwards(trusts: bool) -> None:
     """From dp_shard=2 to pp=3, whose probe sample has the same loss: neither dp nor pp is unknown

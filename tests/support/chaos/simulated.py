@@ -49,6 +49,7 @@ from elastic.types import (
     WorkerId,
     WrongNumbers,
 )  # fmt: skip
+from elastic.types.events import newest_gates
 
 WEATHER = {*STORAGE_KINDS} - {"full"}
 PLANS_KEPT = 16  # as a worker does
@@ -86,7 +87,7 @@ class Outliving(SimBackend):
         self.dead: Fault | None = None  # the driver is
         self.dies_at_order: Fault | None = None
         self.n_died = 0
-        self.forms_ahead = self.leaves_out = False
+        self.gates: dict[str, Any] = {}  # of its drivers, see DriverStarted
         self.line_s = 0.0  # when the newest line of the journal came
         self.copied_s: dict[str, float] = {}  # checkpoint -> when it was there
 
@@ -245,21 +246,7 @@ class Outliving(SimBackend):
         ]
         copies = tuple(reversed(seen))
         start = DriverStarted(
-            "random",
-            1,
-            self.job.plain(),
-            self.pools,
-            MODEL,
-            durable=copies,
-            forms_ahead=self.forms_ahead,
-            leaves_out=self.leaves_out,
-            waits_to_save=True,
-            blames_program=True,
-            saves_again=True,
-            keeps_left=True,
-            spares_noticed=True,
-            counts_taken=True,
-            trusts_compared=True,
+            "random", 1, self.job.plain(), self.pools, MODEL, durable=copies, **self.gates
         )
         if not attaches:  # what has come since stands there, and nobody has prepared it
             self._out = [
@@ -421,21 +408,25 @@ class Played:
     wrong: list[str] = field(default_factory=list)
 
 
-def play(seed: int, path: Path | None = None, more: Sequence[Fault] = ()) -> Played:
+def play(
+    seed: int,
+    path: Path | None = None,
+    more: Sequence[Fault] = (),
+    *,
+    gates: Mapping[str, bool] | None = None,
+) -> Played:
     """`path`: of a journal that is really written, with its merged lines. `more`: faults beside
-    those of the seed."""
+    those of the seed. `gates`: of its drivers, which else have those of today."""
     job, pools, faults, delays = scenario(seed)
     faults = [*faults, *more]
     delays = replace(delays, groups_s=(0.0, 0.3, 3.0)[seed % 3])
     backend, lines, times = Outliving(pools, job, faults, delays), list[Line](), list[float]()
     before, lost = None, list[Line]()
-    backend.forms_ahead = seed % 2 == 1
-    backend.leaves_out = seed >= APART_FROM
+    backend.gates = newest_gates(forms_ahead=seed % 2 == 1, leaves_out=seed >= APART_FROM)
+    backend.gates |= gates or {}
     start = DriverStarted(
-        "random", 1, job, pools, MODEL, forms_ahead=backend.forms_ahead,
-        leaves_out=backend.leaves_out, waits_to_save=True, blames_program=True,
-        saves_again=True,
-        keeps_left=True, spares_noticed=True, counts_taken=True, trusts_compared=True,
+        "random", 1, job, pools, MODEL,
+        **backend.gates,
     )  # fmt: skip
     while True:
         epoch = backend.n_died + 1
