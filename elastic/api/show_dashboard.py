@@ -77,7 +77,7 @@ async def _serve(server: DashboardServer, beside: bool, say: Callable[[str], Non
 
         threading.Thread(target=wait, name="elastic-driver-ends", daemon=True).start()
     say(server.url)
-    await server.serve(stop)
+    await server.serve(stop, last_look=beside)
 
 
 @dataclass

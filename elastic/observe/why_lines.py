@@ -22,6 +22,7 @@ from elastic.types import Decided, PlanEntered, Quarantine, Stop
 
 MOST = 36  # lines about what happened; more are folded, first those of ten minutes, then of an hour
 LEAST_SHARE, MOST_PARTS = 0.01, 3  # of the paid time: what else it went to
+LONG_S = 3600.0  # a run whose seconds nobody counts
 WIDTHS_S = (0.0, 600.0, 3600.0, 6 * 3600.0, 86400.0, 2 * 86400.0, 4 * 86400.0, float("inf"))
 
 # word after --kind -> kinds of notes
@@ -116,6 +117,10 @@ def when(view: View, at_s: float) -> str:
     return f"{int(since_s // DAY_S)}d {minutes // 60:02d}:{minutes % 60:02d}"
 
 
+def _seconds(view: View, at_s: float) -> str:
+    return f"{at_s - view.started_at_s:.1f} s"
+
+
 class WhyRow(NamedTuple):
     """A line; `kind` of the note that it tells of says its color, HEAD and REST are none."""
 
@@ -127,10 +132,13 @@ HEAD, REST = "head", "rest"
 
 
 def every(view: View, notes: Iterable[Note]) -> list[WhyRow]:
-    """A line for each note; decisions are marked."""
+    """A line for each note; decisions are marked. Times are those of the terminal; of a run of more
+    than an hour those of the story."""
+    long = view.at_s - view.started_at_s > LONG_S
     return [
         WhyRow(
-            f"{note.at_s - view.started_at_s:8.1f} s  step {note.step:<5} "
+            f"{when(view, note.at_s) if long else _seconds(view, note.at_s):>10}  "
+            f"step {note.step:<5} "
             f"{'=> ' if note.kind == 'Decision' else '   '}{note.text}",
             note.kind,
         )

@@ -168,6 +168,16 @@ def test_times_after_two_days_have_the_day(week: View) -> None:
     assert why_lines.when(week, week.started_at_s + 3 * DAY_S + 3725) == "3d 01:02"
 
 
+def test_every_line_has_the_time_that_the_story_has(week: View) -> None:
+    note = next(one for one in week.notes if one.at_s > week.started_at_s + 3600)
+    (row,) = why_lines.every(week, [note])
+    assert row.text.split("  step ")[0].strip() == why_lines.when(week, note.at_s)
+    week.at_s, before = week.started_at_s + 3599, week.at_s
+    (row,) = why_lines.every(week, [note])
+    week.at_s = before
+    assert row.text.startswith(f"{note.at_s - week.started_at_s:8.1f} s  step {note.step}")
+
+
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [

@@ -180,7 +180,8 @@ class JobRun:
         return self.place.journal
 
     def to_the_end(self) -> Result:
-        with interruptible(), ExitStack() as stack:
+        # a page ends last, so that it shows how the run has ended
+        with interruptible(), ExitStack() as pages, ExitStack() as stack:
             observers = self._observers(stack)
             layouts = self._layouts(stack)
             lease = taken(self.storage, self.name)
@@ -203,7 +204,7 @@ class JobRun:
             stack.callback(journal.close)
             observers.start(before, lease.epoch)
             stack.callback(observers.close)  # before what they look at
-            self._watch(stack)
+            self._watch(stack, pages)
             stack.enter_context(seldom_collected())
             last = drive(backend, journal, start, state=state, found=self._damaged)
         return self._result(last)
@@ -384,7 +385,7 @@ class JobRun:
         """What takes the lines that rank 0 prints."""
         return self.terminal.say if self.terminal is not None else None
 
-    def _watch(self, stack: ExitStack) -> None:
+    def _watch(self, stack: ExitStack, pages: ExitStack) -> None:
         if self.terminal is not None:
             where = (
                 "a Ray cluster on this machine"
@@ -397,7 +398,7 @@ class JobRun:
             stack.callback(self.terminal.stop)
         if self.options.dashboard:
             page = DashboardBeside(self.place, self._shown() or log.warning)
-            stack.callback(page.close)
+            pages.callback(page.close)
 
     def _result(self, state: State) -> Result:
         """Writes the report and prints it. Raises StorageFailed or LostContact."""

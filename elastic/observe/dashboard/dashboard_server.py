@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -27,6 +28,7 @@ from elastic.observe.dashboard.step_curve import Stretch
 STATIC = Path(__file__).with_name("static")
 PORT, MOST_PORT = 8270, 65535
 LEAST_S = 0.05  # between two looks at journals
+LAST_S, QUIET_S = 2.0, 0.5  # for pages to ask how a run has ended; until they have asked
 # between two looks while nobody asks, and from when on nobody does: a page that is opened finds a
 # journal that is all but read
 UNWATCHED_S, WATCHED_S = 10.0, 15.0
@@ -129,6 +131,7 @@ class DashboardServer:
         self._listeners = 0
         self._asked_s = self._opened_s = float("-inf")
         self._asked = asyncio.Event()
+        self._ending = False
         self._hosts = {host, "localhost", "127.0.0.1", "::1"}
 
     @property
@@ -139,8 +142,8 @@ class DashboardServer:
         token = f"?token={self.token}" if self.token else ""
         return f"http://{host}:{self.port}/{token}"
 
-    async def serve(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set."""
+    async def serve(self, stop: asyncio.Event, *, last_look: bool = False) -> None:
+        """Until `stop` is set. `last_look`: open pages are shown what journals then say."""
         app = web.Application(middlewares=[self._guard])
         app.add_routes(
             [
@@ -162,18 +165,37 @@ class DashboardServer:
             await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 following.result()
+            if last_look and self._listeners:
+                self._ending = True
+                self._asked.set()
+                await following
+                await self._answered()
         finally:
             for task in (following, stopping):
                 task.cancel()
             await asyncio.gather(following, stopping, return_exceptions=True)
             await runner.cleanup()
 
+    async def _answered(self) -> None:
+        """Until open pages have asked for what the last look has found."""
+        self._asked_s = time.monotonic()
+        end_s = self._asked_s + LAST_S
+        while time.monotonic() < min(end_s, self._asked_s + QUIET_S):
+            await asyncio.sleep(LEAST_S)
+
     async def _follow(self) -> None:
         while True:
+            last = self._ending
             left = time.monotonic() - self._opened_s > LEFT_S
-            if await asyncio.to_thread(self.shelf.look, LOOK_LEFT_S if left else LOOK_S):
+            every_s = LOOK_LEFT_S if left else LOOK_S
+            look = self.shelf.last_look if last else partial(self.shelf.look, every_s)
+            if await asyncio.to_thread(look):
                 async with self._changed:
                     self._changed.notify_all()
+            if last:
+                return
+            if self._ending:
+                continue
             now_s = time.monotonic()
             watched = self._listeners or now_s - self._asked_s < WATCHED_S
             wait_s = self.shelf.next_s - now_s if watched else UNWATCHED_S

@@ -119,6 +119,12 @@ class RunShelf:
                 self._next[key] = time.monotonic() + max(least_s, every_s)
         return changed
 
+    def last_look(self) -> bool:
+        """As `look`, at all journals that are followed at once; the answers that follow are new."""
+        changed = [run.look() for run in self.runs]
+        self._answers.clear()
+        return any(changed)
+
     def listed(self) -> list[dict[str, Any]]:
         rows = []
         for key, place in list(self._known.items()):

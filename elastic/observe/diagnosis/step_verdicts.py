@@ -156,8 +156,10 @@ def _bubble(seen: Evidence, facts: GenerationFacts) -> RunVerdict | None:
 
 
 def _network(seen: Evidence, facts: GenerationFacts) -> RunVerdict | None:
-    """What the cost model expects; without one, what neither computation nor the pipeline explains,
-    on GPUs only: processes on CPUs also wait for a core."""
+    """What a trace has or the cost model expects; without both, what neither computation nor the
+    pipeline explains. On GPUs only: processes on CPUs also wait for a core, in collectives too."""
+    if _on_cpus(seen, facts.plan):
+        return None
     whole = sum(seen.parts.values())
     if whole:
         sends = {name: seen.parts.get(name, 0.0) for name in SENDS}
@@ -169,7 +171,7 @@ def _network(seen: Evidence, facts: GenerationFacts) -> RunVerdict | None:
         )
     else:
         busy = computing(facts)
-        if len(facts.plan.ranks) == 1 or not busy or _on_cpus(seen, facts.plan):
+        if len(facts.plan.ranks) == 1 or not busy:
             return None
         bubble = _bubble(seen, facts)
         share = max(0.0, 1 - busy - (bubble.share if bubble is not None else 0.0))

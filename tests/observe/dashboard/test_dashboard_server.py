@@ -210,6 +210,39 @@ def test_a_page_hears_of_what_is_new_and_of_another_server(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+@pytest.mark.slow
+def test_a_page_beside_a_run_is_shown_how_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last lines are written between two looks, and the last answer is not old enough for a
+    new one."""
+    monkeypatch.setattr(dashboard_server, "LOOK_S", 3600.0)
+    monkeypatch.setattr(dashboard_server, "QUIET_S", 1.0)
+
+    async def main() -> None:
+        given = shelf(tmp_path, 6)
+        given.look(3600.0)
+        server, stop = DashboardServer(given, listening("127.0.0.1", 0)), asyncio.Event()
+        task = asyncio.create_task(server.serve(stop, last_look=True))
+        async with Session(f"http://127.0.0.1:{server.port}") as session:
+            (key,) = given.versions
+            _, before, _ = await get(session, f"/api/runs/{key}")
+            given._answers[key, None].again_at_s = float("inf")
+            async with session.get("/api/events") as told:
+                await told.content.readline()
+                shelf(tmp_path)
+                stop.set()
+                async for line in told.content:
+                    if line.startswith(b"data: "):
+                        break
+                _, after, _ = await get(session, f"/api/runs/{key}")
+            assert (before["phase"], after["phase"]) == ("interrupted", "succeeded")
+            assert json.loads(line[6:])["runs"][key] == after["version"]
+        await asyncio.wait_for(task, dashboard_server.LAST_S + 10)
+
+    asyncio.run(main())
+
+
 def test_a_port_that_is_taken_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -134,6 +134,7 @@ class Shown:
         self.text = [write_line(one) + "\n" for one in lines()]
         self.other_text = "".join(write_line(one) + "\n" for one in LongRun(2, 60, 3).lines())
         (self.other / "journal.jsonl").write_text(self.other_text)
+        self.holder = "process 1 on here"
         self.stop = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -143,7 +144,7 @@ class Shown:
 
     async def serve(self, port: int = 0) -> DashboardServer:
         runs = [RunFolder(LocalStorage(one), one) for one in (self.place, self.other)]
-        shelf = RunShelf(tuple(runs), PageSources(holder=lambda run: "process 1 on here"))
+        shelf = RunShelf(tuple(runs), PageSources(holder=lambda run: self.holder))
         await asyncio.to_thread(shelf.look)
         server, self.stop = DashboardServer(shelf, listening("127.0.0.1", port)), asyncio.Event()
         self.task = asyncio.create_task(server.serve(self.stop))
@@ -317,10 +318,19 @@ def test_it_stays_true_while_the_run_and_the_server_change(tmp_path: Path) -> No
     async def work(found: Shown, server: DashboardServer, page: Page) -> None:
         headline = "document.querySelector('.headline')?.textContent"
         link = "document.querySelector('.link').textContent"
+        tile = "document.querySelector('.tiles dd').textContent"
         await page.until(f"{headline}.includes('succeeded')")
+        found.write(len(found.text) - 1)
+        await page.until(f"{tile}.includes('all steps done')")
         found.write(230)  # it is another journal now
         await page.until(f"{headline}.includes('running')")
         await page.until(f"{link}.includes('live')")
+        found.holder = ""
+        await page.until(f"{headline}.includes('interrupted')")
+        assert "connected" in await page.value(link)
+        assert "once it is resumed" in await page.value(tile)
+        found.holder = "process 2 on here"
+        await page.until(f"{headline}.includes('running')")
         step = await page.value(headline)
         found.write(260, cut=20)  # the last line is cut
         await page.until(f"{headline} !== {json.dumps(step)}")
@@ -331,6 +341,8 @@ def test_it_stays_true_while_the_run_and_the_server_change(tmp_path: Path) -> No
         await found.serve(server.port)
         await page.until(f"{link}.includes('run has ended')", 40)
         await page.until(f"{headline}.includes('succeeded')")
+        await found.end()  # what is shown of a run that has ended is not old
+        await page.until(f"{link}.includes('run has ended, and so has this page')")
         # what could not be reached is the server that was gone
         assert all("ERR_" in one or "Failed to load" in one for one in page.complaints)
 
@@ -380,7 +392,7 @@ def test_pages_that_were_left_hold_no_connection(tmp_path: Path) -> None:
             await page.until("location.protocol === 'about:'")
             await page.go(server.url)
             await page.until(READY, 20)
-        await page.value("history.go(-2)")
+        await page.back(2)
         await page.until("document.querySelector('.link')?.textContent.includes('run has ended')")
 
     shown(tmp_path, work)

@@ -301,6 +301,8 @@ def test_a_profile_of_the_run_counts_in_the_place_of_the_cost_model(tmp_path: Pa
     assert "30 % of a step is communication" in verdict.number
     assert "most of it on dp_shard (measured, profile p1)" in verdict.number
     assert "network" not in {one.bound for one in diagnosed(seen)}, "without its files: as before"
+    cpus = evidence_of(run.with_(kind="CPU").lines())
+    assert "network" not in {one.bound for one in diagnosed(cpus, storage)}, "or for a core"
     storage.put("profiles/p1/rank-1.json", b"{")
     assert "network" not in {one.bound for one in diagnosed(seen, storage)}, "damaged"
     storage.delete("profiles/p1/rank-1.json")

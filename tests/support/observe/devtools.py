@@ -25,6 +25,10 @@ WORDS = (
 )  # fmt: skip
 
 
+class Navigated(AssertionError):
+    """The page went to another one while it was asked."""
+
+
 class Page:
     """What a tab has shown, asked for and complained about."""
 
@@ -58,6 +62,8 @@ class Page:
         self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
         told = await asyncio.wait_for(self._waiting[number], 60)
+        if "navigated or closed" in str(told.get("error")):
+            raise Navigated(f"{method}: {told['error']}")
         assert "error" not in told, f"{method}: {told['error']}"
         return told["result"]
 
@@ -69,11 +75,22 @@ class Page:
         assert "exceptionDetails" not in found, json.dumps(found["exceptionDetails"])[:800]
         return found["result"].get("value")
 
+    async def _holds(self, code: str) -> bool:
+        with contextlib.suppress(Navigated):
+            return bool(await self.value(f"!!({code})"))
+        return False
+
     async def until(self, code: str, seconds: float = 30.0) -> None:
         end = asyncio.get_running_loop().time() + seconds
-        while not await self.value(f"!!({code})"):
+        while not await self._holds(code):
             assert asyncio.get_running_loop().time() < end, f"never: {code}"
             await asyncio.sleep(0.05)  # sleeps: a browser is asked again
+
+    async def back(self, n: int) -> None:
+        """To the page that was shown `n` pages before."""
+        known = await self.call("Page.getNavigationHistory")
+        entry = known["entries"][known["currentIndex"] - n]
+        await self.call("Page.navigateToHistoryEntry", entryId=entry["id"])
 
     async def size(self, width: int, height: int, *, scale: float = 1.0) -> None:
         await self.call(

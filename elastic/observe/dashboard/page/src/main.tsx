@@ -9,7 +9,7 @@ import { Cluster } from "./cluster";
 import { Compare, perMillion } from "./compare";
 import { Decisions } from "./decisions";
 import { clock, count, dollars, duration, loss, nOf, percent, short, words } from "./format";
-import { Ahead, Communication, Money } from "./money";
+import { Ahead, allDone, Communication, Money } from "./money";
 import { Timeline } from "./timeline";
 
 const BUCKETS = 700;
@@ -119,8 +119,8 @@ function Top(props: {
         </select>
       ) : <span class="run cut">{run?.run ?? listed[0]?.name ?? ""}</span>}
       <div class="spacer" />
-      <span class={`link ${link.open ? "open" : "shut"}`} role="status">
-        {link.open ? (run?.ended ? "● run has ended" : "● live") : link.heard_at ? `○ no connection for ${silent} s: numbers are old` : "○ connecting"}
+      <span class={`link ${link.open || run?.ended ? "open" : "shut"}`} role="status">
+        {link.open ? (run?.ended ? "● run has ended" : run?.phase === "interrupted" ? "● connected" : "● live") : !link.heard_at ? "○ connecting" : run?.ended ? "○ run has ended, and so has this page's server" : `○ no connection for ${silent} s: numbers are old`}
       </span>
       <select aria-label="colors" value={props.theme} onChange={(e) => props.onTheme(e.currentTarget.value as Theme)}>
         <option value="auto">auto</option><option value="light">light</option><option value="dark">dark</option>
@@ -187,7 +187,7 @@ function Standing({ run }: { run: Run }) {
       )}
       <dl class="tiles">
         <Tile name={run.ended ? "took" : "to the end"} value={run.ended ? duration(run.at_s) : duration(ahead?.mid)}
-          more={run.ended ? "" : ahead ? `${duration(ahead.low)} – ${duration(ahead.high)}` : "not known yet"} />
+          more={run.ended ? "" : ahead && run.phase === "interrupted" ? "once it is resumed" : ahead ? `${duration(ahead.low)} – ${duration(ahead.high)}` : allDone(run) ? "all steps done" : "not known yet"} />
         <Tile name="goodput" value={percent(totals.goodput)} more="of paid GPU time" />
         <Tile name="cost" value={dollars(run.usd)}
           more={[run.usd_per_h > 0 && `${dollars(run.usd_per_h)}/h`, run.budget_usd && `of ${dollars(run.budget_usd)}`].filter(Boolean).join(", ") || "no prices known"} />

@@ -93,6 +93,11 @@ function Part(props: { one: Category; measure: Measure; total: number }) {
   );
 }
 
+/** Of a run that has not ended yet: what is left is to store the last checkpoint. */
+export function allDone(run: Run): boolean {
+  return run.steps > 0 && run.step >= run.steps;
+}
+
 export function Ahead({ run }: { run: Run }) {
   const { forecast, budget_usd, deadline_h } = run;
   const done = run.steps ? run.step / run.steps : 0;
@@ -107,11 +112,11 @@ export function Ahead({ run }: { run: Run }) {
           <Span title="dollars" now={run.usd} range={forecast.usd} limit={budget_usd} limitName="budget" said={dollars} />
           <p class="muted">
             8 of 10 cases lie between the bounds, by how the pace varied in {forecast.n_windows} stretches of the last {count(forecast.n_steps)} steps, pauses included
-            {run.wall_clock && <>; done about {clock(run.started_at_s + run.at_s + forecast.rest_s.mid)}</>}.
+            {run.wall_clock && run.phase !== "interrupted" && <>; done about {clock(run.started_at_s + run.at_s + forecast.rest_s.mid)}</>}.
           </p>
         </>
       ) : (
-        <p class="muted">{run.steps ? "too few steps so far" : "a script that is restarted does not say how many steps it has"}</p>
+        <p class="muted">{allDone(run) ? "all steps are done: the last checkpoint is awaited" : run.steps ? "too few steps so far" : "a script that is restarted does not say how many steps it has"}</p>
       )}
       <p class="muted">{run.steps ? `${percent(done)} of ${count(run.steps)} steps` : `${count(run.step)} steps`}, {count(run.account.totals.tokens)} {run.unit} kept</p>
       <h3>Against on-demand</h3>

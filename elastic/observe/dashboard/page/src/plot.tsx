@@ -105,7 +105,7 @@ export function Plot(props: PlotProps) {
         series,
         bands,
         legend: { show: false },
-        padding: [14, 8, 0, 0],
+        padding: [14, 18, 0, 0],
         scales: {
           x: { time: false, range: () => limits(now.current) },
           y: now.current.range
