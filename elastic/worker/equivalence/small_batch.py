@@ -69,17 +69,18 @@ def check_samples(dataset: Any) -> None:
     with torch.random.fork_rng(devices=[]):
         try:
             _read(dataset, 0)  # whatever it opens first
-            before, first = _numbers(dataset), {}
+            before, first = _numbers(dataset), dict[int, _Read]()
+            unread = n - 1
             others = random.Random(n).sample(range(n), min(n, MORE))
             for index in (*_spread(n, min(n, TRIED)), *others):
-                if not first or time.monotonic() < until_s:
+                if not first or index != unread and time.monotonic() < until_s:
                     first[index] = _read(dataset, index)
             counts = {k: x for k, x in _numbers(dataset).items() if x != before.get(k)}
             again = {index: _read(dataset, index) for index in first}
             with _set_on(dataset, {name: value + AHEAD for name, value in counts.items()}):
                 ahead = {0: _read(dataset, 0)} if counts else {}
             kept = next((i for i in first if first[i].draws and not again[i].draws), None)
-            if kept is not None and _is_its_own(dataset, [*first]):
+            if kept is not None and _is_its_own(dataset, unread):
                 kept = None
         except Exception:  # noqa: BLE001 - the user's dataset: its first samples are reported on
             return
@@ -118,12 +119,9 @@ def _generators() -> tuple[Any, ...]:
     return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), in_torch
 
 
-def _is_its_own(dataset: Any, read: list[int]) -> bool:
-    """What it draws follows from the sample alone, by a seed that it sets itself: of one that was
-    not read yet. False: not known."""
-    index = next((i for i in range(len(dataset)) if i not in read), None)
-    if index is None:
-        return False
+def _is_its_own(dataset: Any, index: int) -> bool:
+    """Does what it draws for this sample, which was not read yet, follow from the sample alone, by
+    a seed that it sets itself? False: nor is it known."""
     try:
         one, other = (_read(copy.deepcopy(dataset), index, seed) for seed in (1, 2))
     except Exception:  # noqa: BLE001 - the user's dataset: an open file has no copy
