@@ -38,7 +38,7 @@ def arguments_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, A
     return given | {a.name: x for a, x in zip(schema, args, strict=False)} | dict(kwargs)
 
 
-def by_generator(generator: torch.Generator, func: Any, args: Any, kwargs: Any) -> Any:
+def by_generator(generator: torch.Generator, func: Any, args: Any, *, kwargs: Any) -> Any:
     """What an operation gives that draws, with numbers of this generator of the CPU; as ever where
     it has one of its own, takes none, or is on another device."""
     given, one = arguments_of(func, args, kwargs), _with_generator(func)

@@ -119,7 +119,7 @@ def from_another(key: int, names: list[str]) -> Iterator[None]:
 
     def drawn(func: Any, args: Any, kwargs: Any) -> Any:
         names.append(func.overloadpacket.__name__)
-        return by_generator(generator, func, args, kwargs)
+        return by_generator(generator, func, args, kwargs=kwargs)
 
     def seeded(seed: int) -> torch.Generator:
         return generator.manual_seed(int(seed)) if get_ident() == thread else own(seed)
