@@ -275,8 +275,8 @@ def check(trainer: Any) -> None:
     if getattr(collator, "mlm", False) and getattr(collator, "seed", None) is not None:
         raise SpecError(
             f"{HERE}: {type(collator).__name__}(seed={collator.seed}) draws from a generator of "
-            "its own, which continues from sample to sample in each process; leave seed out: what it "
-            "masks then follows from TrainingArguments(seed=...), the step and the sample"
+            "its own, which continues from sample to sample in each process; leave seed out: what "
+            "it masks then follows from TrainingArguments(seed=...), the step and the sample"
         )
     check_arguments(trainer.args)
 
