@@ -15,6 +15,7 @@ NO_TARGET = -100
 PAIR = ("input", "target")  # what torch's datasets give without names
 SAYS_WHAT_COUNTS = ("target", "labels", "attention_mask", "weight", "weights", "document")
 Stack = Callable[[str, list[Any]], Any]
+Collate = Callable[[list[Any]], dict[str, Any]]
 
 
 def collated(items: Sequence[Mapping[str, Any]], stack: Stack) -> dict[str, Any]:
@@ -55,9 +56,7 @@ def stack_arrays(key: str, values: list[Any]) -> Any:
 
 
 def batch_of(
-    read: Callable[[int, int | None], Any],
-    part: Microbatch,
-    collate: Callable[[list[Any]], dict[str, Any]],
+    read: Callable[[int, int | None], Any], part: Microbatch, collate: Collate
 ) -> dict[str, Any]:
     """The batch of these samples; without samples what one would be, of length 0: its keys and
     shapes are needed all the same. `read`: gives a sample, of so many tokens, as `item_of` does.

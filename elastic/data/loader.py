@@ -157,14 +157,16 @@ class Loader:
                     self._batch_bytes = max(self._batch_bytes, _n_bytes(found))
                     self._changed.notify_all()
 
+    def _batch(self, part: Microbatch, step: int) -> Batch:
+        if self._draws is None:
+            return batch_of(partial(item_of, self._dataset), part, collate)
+        return self._draws.batch(self._dataset, part, collate, step=step)
+
     def _load(self, step: int, reader: Reader | None) -> list[Batch] | Exception:
         try:
             parts = self._parts_of_step(step)
             if reader is None:
-                read = partial(item_of, self._dataset)
-                if self._draws is not None:
-                    read = partial(self._draws.item, self._dataset, step=step)
-                return [self._finish(batch_of(read, part, collate)) for part in parts]
+                return [self._finish(self._batch(part, step)) for part in parts]
             return [
                 self._finish({key: tensor_of(key, values) for key, values in batch.items()})
                 for batch in reader.load(parts, step)

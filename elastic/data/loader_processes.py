@@ -15,12 +15,11 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from elastic.data.batches import Unread, batch_of, collated, stack_arrays
+from elastic.data.batches import Unread, collated, stack_arrays
 from elastic.data.budget import Microbatch
 from elastic.data.sample_draws import SampleDraws
 from elastic.errors import ProgramError
@@ -190,8 +189,7 @@ def _serve(pipe: Connection) -> None:
         answer: Any = problem
         if dataset is not None:
             try:
-                read = partial(draws.item, dataset, step=step)
-                answer = [batch_of(read, part, _collate) for part in parts]
+                answer = [draws.batch(dataset, part, _collate, step=step) for part in parts]
             except Unread as error:
                 answer = Unread(error.sample, error.text)
         pipe.send_bytes(pickle.dumps(answer, 5))

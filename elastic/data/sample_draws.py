@@ -9,22 +9,25 @@ Of `random` and numpy there is one for all threads: a loop's body that draws fro
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from elastic.data.batches import item_of
+from elastic.data.batches import Collate, batch_of, item_of
+from elastic.data.budget import Microbatch
 from elastic.data.streams import Stream
 from elastic.program import drawing
 
 ALWAYS = -1  # the step of samples that are the same at each reading: of a validation, a probe
-TRIED, MOST_S = 4, 1.0  # samples that are read to see whether any draws, and seconds
-
+TRIED, MOST_S = 64, 1.0  # samples that are read to see whether any draws, and seconds
+FOR_NOTHING = 8  # batches that are read again since another thread has drawn
 
 # by a key: another generator of torch meanwhile, for this thread; names of what is drawn are added
 Instead = Callable[[int, list[str]], AbstractContextManager[Any]]
@@ -40,6 +43,7 @@ class SampleDraws:
     def __init__(self, seed: int, instead: Instead | None = None) -> None:
         self.seed, self.instead = seed, instead
         self._known: dict[int, tuple[Any, bool]] = {}  # by the identity of the dataset
+        self._for_nothing = 0
 
     def item(
         self, dataset: Any, sample: int, length: int | None = None, *, step: int = ALWAYS
@@ -51,8 +55,34 @@ class SampleDraws:
         with self._keyed(step, sample):
             return item_of(dataset, sample, length)
 
+    def batch(
+        self, dataset: Any, part: Microbatch, collate: Collate, *, step: int
+    ) -> dict[str, Any]:
+        """As `batch_of` gives it, of samples that are read for the step after `step` others. Where
+        one of them draws though none of those did that were tried, it is read again, keyed, and so
+        is what follows. Raises Unread."""
+        if self.draws(dataset) or self._for_nothing >= FOR_NOTHING:
+            return batch_of(partial(self.item, dataset, step=step), part, collate)
+        before = self._states(in_torch=True)
+        found = batch_of(partial(item_of, dataset), part, collate)
+        if self._states(in_torch=True) == before:
+            return found
+        drew: list[bool] = []
+
+        def read(sample: int, length: int | None) -> Any:
+            item, draws = self._watched(dataset, sample, length, step=step)
+            drew.append(draws)
+            return item
+
+        again = batch_of(read, part, collate)
+        if not any(drew):
+            self._for_nothing += 1  # it was the training thread
+            return found
+        self._known[id(dataset)] = (dataset, True)
+        return again
+
     def draws(self, dataset: Any) -> bool:
-        """Do samples of it draw from the generators that `random`, numpy and torch share? Of a few
+        """Do samples of it draw from the generators that `random`, numpy and torch share? Of some
         that are read at the first call. A stream is read but once, in order."""
         known = self._known.get(id(dataset))
         if known is None:
@@ -62,18 +92,27 @@ class SampleDraws:
 
     def _try(self, dataset: Any) -> bool:
         n, began_s = len(dataset), time.monotonic()
-        for i in range(min(TRIED, n)):
-            with self._keyed(ALWAYS, sample := i * n // TRIED if n > TRIED else i) as drawn:
-                before = self._states()
-                try:
-                    dataset[sample]
-                except Exception:  # noqa: BLE001 - the user's dataset: it is told when it is trained on
-                    continue
-                if drawn or self._states() != before:
+        others = random.Random(n).sample(range(n), min(TRIED, n))  # what has a period is seen too
+        for sample in (0, *others)[:n]:
+            try:
+                if self._watched(dataset, sample)[1]:
                     return True
-            if time.monotonic() - began_s > MOST_S:
+            except Exception:  # noqa: BLE001 - the user's dataset: it is told when it is trained on
+                continue
+            finally:
+                late = time.monotonic() - began_s > MOST_S
+            if late:
                 break
         return False
+
+    def _watched(
+        self, dataset: Any, sample: int, length: int | None = None, *, step: int = ALWAYS
+    ) -> tuple[Any, bool]:
+        """A sample, keyed, and whether it has drawn."""
+        with self._keyed(step, sample) as drawn:
+            before = self._states(in_torch=self.instead is None)
+            item = item_of(dataset, sample, length)
+            return item, bool(drawn) or self._states(in_torch=self.instead is None) != before
 
     @contextmanager
     def _keyed(self, step: int, sample: int) -> Iterator[list[str]]:
@@ -86,12 +125,12 @@ class SampleDraws:
             with self.instead(key, drawn) if self.instead is not None else nullcontext():
                 yield drawn
 
-    def _states(self) -> tuple[Any, ...]:
+    def _states(self, *, in_torch: bool) -> tuple[Any, ...]:
         """Where the generators are that all threads share."""
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         found: list[Any] = [random.getstate()]
         if numpy is not None:
-            found += map(str, numpy.random.get_state())
-        if torch is not None and self.instead is None:
-            found.append(torch.default_generator.get_state().tolist())
+            found.append(pickle.dumps(numpy.random.get_state(legacy=False)))
+        if torch is not None and in_torch:
+            found.append(torch.default_generator.get_state().numpy().tobytes())
         return tuple(found)

@@ -3,6 +3,7 @@ that all ranks find alike."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ class Words:
 
 
 def test_rows_are_filled_up_by_key() -> None:
-    batch = batch_of(Words(), Microbatch((2, 0), 4), collate)
+    batch = batch_of(partial(item_of, Words()), Microbatch((2, 0), 4), collate)
     assert batch["input"].tolist() == [[1, 2, 3, 0], [1, 0, 0, 0]] and batch["n"].tolist() == [3, 1]
     assert batch["labels"].tolist() == [[0, 1, 2, -100], [0, -100, -100, -100]]
     assert batch["document"].tolist() == [[0, 0, 0, 1], [0, 1, 1, 1]]
@@ -127,7 +128,7 @@ def test_rows_are_filled_up_by_key() -> None:
         and batch["vectors"].sum() == 8
         and batch["vectors"].dtype == torch.float32
     )
-    none = batch_of(Words(), Microbatch((), 4), collate)
+    none = batch_of(partial(item_of, Words()), Microbatch((), 4), collate)
     assert {key: tuple(value.shape) for key, value in none.items()} == {
         "input": (0, 4), "labels": (0, 4), "vectors": (0, 4, 2), "document": (0, 4), "n": (0,),
     }  # fmt: skip

@@ -147,7 +147,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
     code = (
         "import sys; from elastic.data.loader_processes import *\nfrom elastic.types import "
         "Job\nreader = Reader(Job(folder='.', program=sys.argv[1]))\nprint(reader.pid, "
-        "flush=True); reader.load([Microbatch([1])])"
+        "flush=True); reader.load([Microbatch([1])], 0)"
     )
     environment = {**os.environ, "ELASTIC_TEST_READ": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with child(
@@ -240,7 +240,7 @@ def test_one_reader_serves_one_thread_at_a_time(
     found: dict[int, list[int]] = {}
 
     def load(n: int) -> None:
-        found[n] = reader.load([Microbatch([n] * 3)])[0]["x"].tolist()
+        found[n] = reader.load([Microbatch([n] * 3)], 0)[0]["x"].tolist()
 
     threads = [threading.Thread(target=load, args=(n,)) for n in range(9)]
     for thread in threads:
@@ -251,5 +251,5 @@ def test_one_reader_serves_one_thread_at_a_time(
     assert found == {n: [n] * 3 for n in range(9)}
     # a thread that is late starts no new process
     with pytest.raises(LoaderLost, match="have been ended"):
-        reader.load([Microbatch([1])])
+        reader.load([Microbatch([1])], 0)
     assert reader.pid == 0

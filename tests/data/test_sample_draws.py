@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from elastic.data.budget import Microbatch
+from elastic.data.collate import collate
 from elastic.data.loader import Loader
 from elastic.data.loader_processes import Readers
-from elastic.data.sample_draws import ALWAYS, SampleDraws
+from elastic.data.sample_draws import ALWAYS, FOR_NOTHING, SampleDraws
 from elastic.program import load_program
 from elastic.types import Job
 from elastic.worker.parallel.keyed_draws import from_another
@@ -79,6 +81,56 @@ def test_what_draws_nothing_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
     assert not draws.draws(rows)
     monkeypatch.setattr(SampleDraws, "_keyed", None)
     assert drawn(draws, rows) == [0.0]
+
+
+class Few(Rows):
+    """Those draw that no trial meets."""
+
+    draws_at = frozenset({5})
+
+    def __getitem__(self, sample: int) -> dict[str, Any]:
+        here = Rows(self.draw if sample in self.draws_at else None)
+        return here[sample]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("instead", [None, from_another])
+def test_a_few_samples_that_draw_are_met_in_their_batch(
+    way: str, instead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.data.sample_draws.TRIED", 0)
+    rows, draws = Few(WAYS[way]), SampleDraws(7, instead)
+    assert not draws.draws(rows)
+
+    def read(ids: tuple[int, ...]) -> list[list[float]]:
+        batch = draws.batch(rows, Microbatch(ids), collate, step=3)
+        return [batch["drawn"].tolist(), batch["input"].flatten().tolist()]
+
+    read((1, 2))
+    assert not draws.draws(rows)
+    wanted = drawn(SampleDraws(7, instead), Rows(WAYS[way]), step=3)
+    first = read((5, 5))
+    assert draws.draws(rows) and first == read((5, 5)) == [[wanted, wanted], [5, 5]]
+
+
+def test_what_the_training_thread_draws_is_none_of_the_dataset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, draws = Rows(None), SampleDraws(7, from_another)
+    real, n_read = Rows.__getitem__, []
+
+    def beside(self: Rows, sample: int) -> dict[str, Any]:
+        n_read.append(sample)
+        thread = threading.Thread(target=torch.rand, args=(1,))
+        thread.start()
+        thread.join()
+        return real(self, sample)
+
+    assert not draws.draws(rows)
+    monkeypatch.setattr(Rows, "__getitem__", beside)
+    for _ in range(FOR_NOTHING + 2):
+        draws.batch(rows, Microbatch((5,)), collate, step=3)
+    assert not draws.draws(rows) and len(n_read) == 2 * FOR_NOTHING + 2
 
 
 def test_a_sample_that_cannot_be_read_says_so_where_it_is_wanted() -> None:

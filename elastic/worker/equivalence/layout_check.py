@@ -28,7 +28,7 @@ from elastic.config.fingerprint import digest_of_file
 from elastic.data.budget import budget_of
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, with_stream
-from elastic.errors import ElasticError, ProgramError
+from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
 from elastic.version import PACKAGE
@@ -171,7 +171,10 @@ def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
     body = BodyPasses(with_first="tp" in axes) if "dp" in axes else None
     began = time.monotonic()
     source = ScriptSource.of(job, function)
-    trial, why = tried(source, lambda data: batch_of(data, None), body)
+    wrong: list[ProgramError] = []
+    trial, why = tried(source, partial(_first, wrong), body)
+    for error in wrong:
+        raise SpecError(f"{source.file}: {error}") from error
     if body is not None:
         found = _of_body(body, why, found, seconds=time.monotonic() - began)
     if "tp" not in axes:
@@ -187,6 +190,15 @@ def _of_script(asked: CheckRequest, function: TrainFunction | None) -> Verdict:
             found = _compared(asked, own, trace(own), batch=batch, found=found, words=words)
     notes = (*program.notes, *found.structure.notes)
     return replace(found, structure=replace(found.structure, notes=notes))
+
+
+def _first(wrong: list[ProgramError], dataset: Any) -> Batch:
+    """The samples that a loop's body is tried with; `wrong`: is told what is wrong with these."""
+    try:
+        check_samples(dataset)
+    except ProgramError as error:
+        wrong.append(error)
+    return batch_of(dataset, None)
 
 
 def _of_body(body: BodyPasses, why: str, found: Verdict, *, seconds: float) -> Verdict:

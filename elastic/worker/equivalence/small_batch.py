@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import random
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,19 @@ LONG, SHORT, LEAST = 128, 64, 8
 LONGEST = 2048  # for cp, which cuts them
 MOST_FLOP = 4e11  # of the passes of one process
 TRIED = 16  # samples that are looked at for unequal ones
+MORE, LOOKED_AT_S = 48, 1.0  # others that are, to see whether they follow from reads; seconds
 AHEAD = 100_000  # reads by which a dataset that counts them is set on
+OTHER = (
+    "sample {} of the dataset is another one after others have been read{}: it follows from what "
+    "was read before, from a generator of its own or from a clock, of which each rank and each "
+    "loader process has its own; {}"
+)
+KEPT = (
+    "sample {} of the dataset draws random numbers when it is first read, and keeps them (a "
+    "cache): each rank and each loader process keeps what it drew itself, so that later passes "
+    "differ with the layout; keep what it is before it draws, or draw from a generator that "
+    "[sample id] makes by the sample's id"
+)
 
 
 def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
@@ -46,39 +62,82 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
 
 def check_samples(dataset: Any) -> None:
     """Raises ProgramError where a sample follows from what was read before it, as from a count of
-    reads: each rank and loader process has read others. What it draws is the same each time."""
-    n = len(dataset)
+    reads or from a generator that goes on, or stays what it was drawn when it was first read: each
+    rank and loader process has read others. What it draws is the same each time."""
+    n, until_s = len(dataset), time.monotonic() + LOOKED_AT_S
     state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
     with torch.random.fork_rng(devices=[]):
         try:
-            first, before = _drawn_alike(dataset), _numbers(dataset)
-            for index in _spread(n, min(n, TRIED)):
-                item_of(dataset, index, None)
-            _drawn_alike(dataset)
+            _read(dataset, 0)  # whatever it opens first
+            before, first = _numbers(dataset), dict[int, _Read]()
+            unread = n - 1
+            others = random.Random(n).sample(range(n), min(n, MORE))
+            for index in (*_spread(n, min(n, TRIED)), *others):
+                if not first or index != unread and time.monotonic() < until_s:
+                    first[index] = _read(dataset, index)
             counts = {k: x for k, x in _numbers(dataset).items() if x != before.get(k)}
-            again = _drawn_alike(dataset)
+            again = {index: _read(dataset, index) for index in first}
             with _set_on(dataset, {name: value + AHEAD for name, value in counts.items()}):
-                ahead = _drawn_alike(dataset) if counts else again
+                ahead = {0: _read(dataset, 0)} if counts else {}
+            kept = next((i for i in first if first[i].draws and not again[i].draws), None)
+            if kept is not None and _is_its_own(dataset, unread):
+                kept = None
         except Exception:  # noqa: BLE001 - the user's dataset: its first samples are reported on
             return
         finally:
             random.setstate(state)
             np.random.set_state(numpy_state)
-    if _same(first, again) and _same(first, ahead):
+    later = [*again.items(), *ahead.items()]
+    other = next((i for i, one in later if not _same(one.item, first[i].item)), None)
+    if other is None and kept is None:
         return
     what = f" (it counts by {next(iter(counts))})" if counts else ""
     raise ProgramError(
-        f"sample 0 of the dataset is another one after others have been read{what}: it follows "
-        "from what was read before, which each rank and each loader process has its own of; let it "
-        "follow from the sample id alone"
+        KEPT.format(kept) if other is None else OTHER.format(other, what, _mend(counts))
     )
 
 
-def _drawn_alike(dataset: Any) -> dict[str, Any]:
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    return copy.deepcopy(dict(item_of(dataset, 0, None)))
+@dataclass(frozen=True)
+class _Read:
+    """`draws`: from the generators that all share."""
+
+    item: dict[str, Any]
+    draws: bool
+
+
+def _read(dataset: Any, index: int, seed: int = 0) -> _Read:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    before = _generators()
+    item = copy.deepcopy(dict(item_of(dataset, index, None)))
+    return _Read(item, _generators() != before)
+
+
+def _generators() -> tuple[Any, ...]:
+    in_torch = torch.default_generator.get_state().numpy().tobytes()
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), in_torch
+
+
+def _is_its_own(dataset: Any, index: int) -> bool:
+    """Does what it draws for this sample, which was not read yet, follow from the sample alone, by
+    a seed that it sets itself? False: nor is it known."""
+    try:
+        one, other = (_read(copy.deepcopy(dataset), index, seed) for seed in (1, 2))
+    except Exception:  # noqa: BLE001 - the user's dataset: an open file has no copy
+        return False
+    return _same(one.item, other.item)
+
+
+def _mend(counts: Mapping[str, Any]) -> str:
+    if counts:
+        return "let it follow from the sample id alone"
+    albumentations = "albumentations: transform.set_random_seed(random.getrandbits(32))"
+    more = f" ({albumentations})" if "albumentations" in sys.modules else ""
+    return (
+        "draw by random, numpy.random or torch, or seed a generator of its own in [sample id] by a "
+        f"number that these draw{more}"
+    )
 
 
 def _numbers(dataset: Any) -> dict[str, int | float]:
@@ -119,9 +178,13 @@ def _spread(size: int, n: int) -> list[int]:
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        np.array_equal(np.asarray(one[k]), np.asarray(other[k])) for k in one
-    )
+    return one.keys() == other.keys() and all(_alike(one[k], other[k]) for k in one)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    one, other = np.asarray(one), np.asarray(other)
+    gaps = "f" == one.dtype.kind == other.dtype.kind  # what is missing in a table is NaN
+    return np.array_equal(one, other, equal_nan=gaps)
 
 
 def positions(batch: Batch) -> int:

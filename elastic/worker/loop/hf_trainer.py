@@ -271,10 +271,12 @@ def check(trainer: Any) -> None:
                 f"{HERE}: the callback {kind.__name__} is not called; leave it out, or {OWN_LOOP}, "
                 "whose lines say what happens in a step"
             )
-    if getattr(trainer.data_collator, "mlm", False):
+    collator = trainer.data_collator
+    if getattr(collator, "mlm", False) and getattr(collator, "seed", None) is not None:
         raise SpecError(
-            f"{HERE}: {type(trainer.data_collator).__name__}(mlm=True) draws other masks in each "
-            "layout; mask in the dataset's [sample id], or give mlm=False"
+            f"{HERE}: {type(collator).__name__}(seed={collator.seed}) draws from a generator of "
+            "its own, which continues from sample to sample in each process; leave seed out: what "
+            "it masks then follows from TrainingArguments(seed=...), the step and the sample"
         )
     check_arguments(trainer.args)
 
@@ -388,7 +390,11 @@ class Losses:
             loss: torch.Tensor = model(**batch, num_items_in_batch=1)["loss"]
             return loss
         mean: torch.Tensor = model(**batch)["loss"]
-        return mean * self.count(batch)
+        count = self.count(batch)
+        if isinstance(count, int):
+            return mean * count
+        # of no label (no word of the batch is masked) the mean is none
+        return torch.where(count > 0, mean * count, torch.zeros_like(mean))
 
     def count(self, batch: Batch) -> torch.Tensor | int:
         """Labels that the loss is of."""

@@ -165,7 +165,7 @@ class Probe:
                     f"ranks read other values as sample {sample} of the dataset, which each of "
                     "them opens by itself; it must be the same in every process: sort what "
                     "os.listdir and glob give, sort a set of texts, take no hash() of a text, no "
-                    "clock and no file of one node alone"
+                    "clock, no file of one node alone and nothing that threads of its own draw"
                 )
 
     def _loss(self) -> float | None:

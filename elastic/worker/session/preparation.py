@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from elastic.config.fingerprint import fingerprint
-from elastic.data.batches import item_of
 from elastic.data.loader_processes import readers_of
 from elastic.data.open_datasets import PhaseData, validation_of
 from elastic.data.progress import heard_by
@@ -141,7 +140,8 @@ class Preparation:
         place.profile = handed_on(place)
         place.program = keyed(place)
         if self.me.local_rank == 0:
-            place.sample = sample_profile(place.program, self.job, item_of(place.dataset, 0, None))
+            first = place.sample_draws.item(place.dataset, 0)
+            place.sample = sample_profile(place.program, self.job, first)
             place.phase_samples = self._samples(place)
         if checks is not None:
             self._admission = checks.end()
@@ -159,7 +159,7 @@ class Preparation:
             if known:
                 found.append(found[of.data_phase])
             else:
-                found.append(sample_profile(place.program, of, item_of(data, 0, None)))
+                found.append(sample_profile(place.program, of, place.sample_draws.item(data, 0)))
         return tuple(found)
 
     def _prepared(self) -> NodePrepared:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from support.waiting import until
 from elastic.config.data_section import SourceSpec
 from elastic.config.job import job_of
 from elastic.data import progress
-from elastic.data.batches import Unread, batch_of
+from elastic.data.batches import Unread, batch_of, item_of
 from elastic.data.budget import Microbatch
 from elastic.data.collate import collate
 from elastic.data.loader_processes import Readers
@@ -248,10 +249,10 @@ def test_loader_processes_read_the_same(place: Path) -> None:
     readers = Readers(spec, 1)
     try:
         part = Microbatch(tuple(sample_ids(100, 4, 3, step=1)), None)
-        (found,) = readers.each[0].load([part])
+        (found,) = readers.each[0].load([part], 0)
     finally:
         readers.close()
-    mine = batch_of(opened(place, source), part, collate)
+    mine = batch_of(partial(item_of, opened(place, source)), part, collate)
     assert np.array_equal(found["input"], mine["input"].numpy())
 
 
@@ -273,14 +274,16 @@ def test_a_dataset_is_a_programs_data(place: Path, kind: str | None, way: str) -
         model=lambda: None, optimizer=lambda n: None, dataset=lambda: given, loss=lambda o, b: None
     )
     found = dataset_of(program, Job(global_batch=3))
-    batch = batch_of(found, Microbatch((4, 0, 9), None), collate)
+    batch = batch_of(partial(item_of, found), Microbatch((4, 0, 9), None), collate)
     assert batch["ids"].tolist() == [[4, 5, 7], [0, 1, 7], [9, 10, 7]]
     assert batch["score"].tolist() == [2.0, 0.0, 4.5]
 
 
 def test_a_column_of_text_is_named() -> None:
     with pytest.raises(Unread) as caught:
-        batch_of(datasets.Dataset.from_list(ROWS), Microbatch((4,), None), collate)
+        batch_of(
+            partial(item_of, datasets.Dataset.from_list(ROWS)), Microbatch((4,), None), collate
+        )
     assert "'body' of an item cannot become a tensor" in caught.value.text
 
 

@@ -292,3 +292,21 @@ def test_a_model_that_is_large_is_noted(tmp_path: Path) -> None:
     one = check(CheckRequest(job, axes=["dp"], model_bytes=200_000_000))
     (note,) = one.structure.notes
     assert "is not known: its model has 200 MB, 120 at most" in note and one.steady
+
+
+OWN = """
+class Rows:
+    def __init__(self): self.rng = np.random.default_rng(0)
+    def __len__(self): return 64
+    def __getitem__(self, i):
+        draw = DRAW
+        return {"x": x[i] * draw, "y": i % 4, "v": x[i]}
+data = Rows()
+"""
+
+
+def test_a_loops_dataset_may_draw_but_not_by_a_generator_of_its_own(tmp_path: Path) -> None:
+    body = f"run.backward({CE})"
+    assert is_accepted(found(tmp_path, body, before=OWN.replace("DRAW", "random.uniform(0.5, 1)")))
+    with pytest.raises(SpecError, match=r"train.py: sample 0 of the dataset .* of its own"):
+        found(tmp_path, body, before=OWN.replace("DRAW", "self.rng.uniform(0.5, 1)"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from elastic.worker.loop.hf_trainer import (
     NO_MATTER,
     TAKEN,
     WHY,
+    Losses,
     PreparedTrainer,
     check,
     job_keys,
@@ -161,10 +163,30 @@ def test_a_field_that_is_not_taken_is_named_with_what_is_right(
 def test_what_shows_or_has_its_default_is_taken(made: Callable[..., Any]) -> None:
     check(made({"logging_steps": 10, "report_to": "none", "seed": 7}))
     mlm = transformers.DataCollatorForLanguageModeling
-    with pytest.raises(SpecError, match=r"mlm=True\) draws other masks"):
-        collator = mlm.__new__(mlm)
-        collator.mlm = True
+    collator = mlm.__new__(mlm)
+    collator.mlm, collator.seed = True, None
+    check(made(data_collator=collator))
+    collator.seed = 3
+    with pytest.raises(SpecError, match=r"\(seed=3\) draws from a generator of its own"):
         check(made(data_collator=collator))
+
+
+def test_a_batch_without_a_label_adds_nothing() -> None:
+    """As one where no word is masked, which the model gives NaN for."""
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config)
+    losses = Losses(SimpleNamespace(model=model, model_accepts_loss_kwargs=False))
+    ids = torch.arange(8).view(1, 8)
+    for labels, learned in ((torch.full_like(ids, -100), False), (ids, True)):
+        model.zero_grad()
+        loss = losses(model, {"input_ids": ids, "labels": labels})
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(g.isfinite().all() for g in gradients) and loss.isfinite()
+        assert any(g.any() for g in gradients) == learned == bool(loss)
 
 
 def test_a_field_stands_on_one_side_only() -> None:

@@ -8,6 +8,7 @@ import re
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,6 +217,47 @@ class OneByOne(Samples):
 
     def more(self) -> int:
         return next(self.lines)
+
+
+class OfItsOwn(Samples):
+    """The first sample is nothing but zeros, whatever is drawn."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input": torch.full((3,), float(index)) * self.rng.uniform()}
+
+
+class Cached(Samples):
+    """`seeded`: what it keeps follows from the sample."""
+
+    def __init__(self, seeded: bool) -> None:
+        self.kept, self.seeded = {0: torch.zeros(3)}, seeded  # the first was read by somebody
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index not in self.kept:
+            if self.seeded:
+                torch.manual_seed(index)
+            self.kept[index] = torch.rand(3)
+        return {"input": self.kept[index]}
+
+
+class Gaps(Samples):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input": torch.tensor([float(index), float("nan")])}
+
+
+def test_a_dataset_that_keeps_what_it_drew_is_refused() -> None:
+    with pytest.raises(ProgramError, match=r"sample \d+ of the dataset draws .* and keeps them"):
+        check_samples(Cached(seeded=False))
+    check_samples(Cached(seeded=True))
+    check_samples(Gaps())
+
+
+def test_a_generator_of_the_datasets_own_is_refused_of_any_sample() -> None:
+    with pytest.raises(ProgramError, match=r"a generator of its own .* seed a generator"):
+        check_samples(OfItsOwn())
 
 
 def test_a_dataset_whose_samples_follow_from_reads_is_refused() -> None:
