@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import re
 import time
+from time import time as now
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,11 @@ class Slower(Net):
         return x * (0.5 if time.time() - self.began_s > 3600 else 1.0)
 
 
+class ByTurns(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return x * (0.5 if now() % 3600 < 1800 else 1.0)
+
+
 class SeededNoise(Net):
     def between(self, x: Tensor) -> Tensor:
         torch.manual_seed(3)
@@ -162,6 +168,7 @@ ALL, OTHERS = {"dp", "tp", "pp", "ep", "cp"}, {"dp", "pp", "ep"}
         (Net, {"count": longest}, OTHERS, rf"Program.count of {ROWS} samples is 20, that of the"),
         (Cached, {}, ALL, "where a pass with other weights came before: it keeps what it has"),
         (Slower, {}, ALL, "a day later, .*: it follows from the clock"),
+        (ByTurns, {}, ALL, "a day later, .*: it follows from the clock"),
     ],
 )
 def test_what_a_run_comes_to_is_named(
