@@ -236,9 +236,8 @@ def _entry(box: Box, info: Record, where: str) -> tuple[str, BlobEntry]:
 
 
 def _dtype(properties: Record, where: str) -> str:
-    found = properties.fields.get("dtype") or (
-        properties.state[0] if isinstance(properties.state, tuple) else None
-    )
+    state = properties.state if isinstance(properties.state, tuple) else ()
+    found = properties.fields.get("dtype") or next(iter(state), None)
     if not isinstance(found, str) or found not in DTYPE_BYTES:
         said = found[:NAME_MOST] if isinstance(found, str) else f"(a {type(found).__name__})"
         raise SpecError(f"{where}: dtype {said} is not known")

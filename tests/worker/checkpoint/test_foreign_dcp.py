@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from elastic.errors import ElasticError, SpecError
 from elastic.types import Box
 from elastic.worker.checkpoint.checkpoint_format import Damaged
-from elastic.worker.checkpoint.foreign_dcp import open_plain, read_index
+from elastic.worker.checkpoint.foreign_dcp import Record, _dtype, open_plain, read_index
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -217,3 +217,8 @@ def test_odd_values_in_an_index_are_one_line(saved: tuple[Path, dict[str, Any]],
         and len(str(error.value)) < 600
         and "\n" not in str(error.value)
     )
+
+
+def test_properties_without_anything_in_them_are_one_line() -> None:
+    with pytest.raises(SpecError, match=r"here: dtype \(a NoneType\) is not known"):
+        _dtype(Record(), "here")
