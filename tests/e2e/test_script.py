@@ -116,7 +116,8 @@ def test_losses_are_survived_by_restart_and_the_ledger_is_right(
     for verb in ("ledger", "report"):
         assert shell.here(verb, "r")[0] == 0
     code, out, err = shell.here(*words(shell, "--script", SCRIPT))
-    assert (code, out) == (2, "") and "run 'r' is done" in err
+    assert code == 0 and "run 'r' is done" in err
+    assert last_line(out) == {"run": "r", "outcome": "succeeded", "steps": steps}
 
 
 @pytest.mark.whole

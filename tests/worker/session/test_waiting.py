@@ -34,14 +34,14 @@ def read_slowly() -> None:
     def slow(*arguments: Any, **named: Any) -> Any:
         waited_for.wait()
         time.sleep(SLOW_S)  # sleeps: a slow read is what is measured
-        return loader.collated_at_once(*arguments, **named)  # type: ignore[attr-defined]
+        return loader.read_at_once(*arguments, **named)  # type: ignore[attr-defined]
 
-    loader.collated_at_once, loader.batch_of = loader.batch_of, slow  # type: ignore[attr-defined]
+    loader.read_at_once, loader.Loader._batch = loader.Loader._batch, slow  # type: ignore[attr-defined,method-assign]
     loader.taken_at_once, loader.Loader.take = take, taken  # type: ignore[attr-defined,method-assign]
 
 
 def read_as_before() -> None:
-    loader.batch_of = loader.collated_at_once  # type: ignore[attr-defined]
+    loader.Loader._batch = loader.read_at_once  # type: ignore[attr-defined,method-assign]
     loader.Loader.take = loader.taken_at_once  # type: ignore[attr-defined,method-assign]
 
 
