@@ -130,7 +130,8 @@ def keeps_old_weights(small: SmallCopy, batch: Batch) -> str:
                 if passed:
                     _loss(trial, before, batch)
                 for p in trial.model.parameters():
-                    p.mul_(1.25)
+                    if p.is_floating_point():
+                        p.mul_(1.25)
                 losses.append(_loss(trial, before, batch))
     except Exception:  # noqa: BLE001 - see above
         return ""

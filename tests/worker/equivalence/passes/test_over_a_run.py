@@ -112,6 +112,18 @@ class Table(Net):
         return x + self.places(x.shape[1]).to(x.dtype)
 
 
+class Packed(Net):
+    """With frozen bytes, as weights of 4 bits are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+
+
+class CachedBesidePacked(Packed, Cached):
+    pass
+
+
 class Slower(Net):
     began_s = time.time()
 
@@ -167,6 +179,7 @@ ALL, OTHERS = {"dp", "tp", "pp", "ep", "cp"}, {"dp", "pp", "ep"}
         (CentersLater, {}, OTHERS, r"where its buffer passes has counted 10,000 passes, the loss"),
         (Net, {"count": longest}, OTHERS, rf"Program.count of {ROWS} samples is 20, that of the"),
         (Cached, {}, ALL, "where a pass with other weights came before: it keeps what it has"),
+        (CachedBesidePacked, {}, ALL, "where a pass with other weights came before: it keeps what"),
         (Slower, {}, ALL, "a day later, .*: it follows from the clock"),
         (ByTurns, {}, ALL, "a day later, .*: it follows from the clock"),
     ],
@@ -178,7 +191,7 @@ def test_what_a_run_comes_to_is_named(
     assert re.search(says, why) and set(closed) == axes, why
 
 
-@pytest.mark.parametrize("kind", [Net, WarmsUp, Table, SeededProjection])
+@pytest.mark.parametrize("kind", [Net, WarmsUp, Table, SeededProjection, Packed])
 def test_what_each_sample_has_alone_stays_open(kind: type[nn.Module]) -> None:
     assert said_of(kind)[0] == ""
 
