@@ -41,8 +41,8 @@ AXES = {"dp": "dp_shard", "tp": "tp", "pp": "pp"}  # cp wants lengths of its own
 # what is drawn differs; three heads; other numbers of blocks than the plans here have; no backward
 # pass on the CPU; groups that the plans here cut (session/test_batch_norm_chain.py has theirs)
 NOT_HERE = re.compile(
-    "drop|drawn|stochastic|hf_gpt2$|tp_three_heads$|albert_loop|pyramid_conv|flex_attention|gumbel_gate"
-    "|batchnorm"
+    "drop|stochastic|hf_gpt2$|tp_three_heads$|albert_loop|pyramid_conv|flex_attention|gumbel_gate"
+    "|batchnorm|towards_drawn"
 )
 
 
