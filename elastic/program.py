@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import pickle
 import random
 import re
 import sys
@@ -271,6 +272,17 @@ def drawing(seed: int, *, in_torch: bool = True) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
         if torch is not None:
             torch.default_generator.set_state(torch_state)
+
+
+def generators(*, in_torch: bool = True) -> tuple[Any, ...]:
+    """Where those generators are, to be compared: something has drawn where it differs."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch") if in_torch else None
+    found: list[Any] = [random.getstate()]
+    if numpy is not None:
+        found.append(pickle.dumps(numpy.random.get_state(legacy=False)))
+    if torch is not None:
+        found.append(torch.default_generator.get_state().numpy().tobytes())
+    return tuple(found)
 
 
 def load_program(path: str | Path) -> Program:

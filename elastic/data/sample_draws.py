@@ -9,9 +9,7 @@ Of `random` and numpy there is one for all threads: a loop's body that draws fro
 
 from __future__ import annotations
 
-import pickle
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from typing import Any
 from elastic.data.batches import Collate, batch_of, item_of
 from elastic.data.budget import Microbatch
 from elastic.data.streams import Stream
-from elastic.program import drawing
+from elastic.program import drawing, generators
 
 ALWAYS = -1  # the step of samples that are the same at each reading: of a validation, a probe
 TRIED, MOST_S = 64, 1.0  # samples that are read to see whether any draws, and seconds
@@ -31,7 +29,6 @@ FOR_NOTHING = 8  # batches that are read again since another thread has drawn
 
 # by a key: another generator of torch meanwhile, for this thread; names of what is drawn are added
 Instead = Callable[[int, list[str]], AbstractContextManager[Any]]
-
 
 ONE_READS = threading.RLock()  # and draws: of `random` and numpy there is one of each
 
@@ -63,9 +60,9 @@ class SampleDraws:
         is what follows. Raises Unread."""
         if self.draws(dataset) or self._for_nothing >= FOR_NOTHING:
             return batch_of(partial(self.item, dataset, step=step), part, collate)
-        before = self._states(in_torch=True)
+        before = generators()
         found = batch_of(partial(item_of, dataset), part, collate)
-        if self._states(in_torch=True) == before:
+        if generators() == before:
             return found
         drew: list[bool] = []
 
@@ -91,28 +88,27 @@ class SampleDraws:
         return known[1]
 
     def _try(self, dataset: Any) -> bool:
-        n, began_s = len(dataset), time.monotonic()
+        n, until_s = len(dataset), time.monotonic() + MOST_S
         others = random.Random(n).sample(range(n), min(TRIED, n))  # what has a period is seen too
-        for sample in (0, *others)[:n]:
+        for i, sample in enumerate((0, *others)[:n]):
+            if i and time.monotonic() > until_s:
+                break
             try:
                 if self._watched(dataset, sample)[1]:
                     return True
             except Exception:  # noqa: BLE001 - the user's dataset: it is told when it is trained on
                 continue
-            finally:
-                late = time.monotonic() - began_s > MOST_S
-            if late:
-                break
         return False
 
     def _watched(
         self, dataset: Any, sample: int, length: int | None = None, *, step: int = ALWAYS
     ) -> tuple[Any, bool]:
         """A sample, keyed, and whether it has drawn."""
+        alone = self.instead is None
         with self._keyed(step, sample) as drawn:
-            before = self._states(in_torch=self.instead is None)
+            before = generators(in_torch=alone)
             item = item_of(dataset, sample, length)
-            return item, bool(drawn) or self._states(in_torch=self.instead is None) != before
+            return item, bool(drawn) or generators(in_torch=alone) != before
 
     @contextmanager
     def _keyed(self, step: int, sample: int) -> Iterator[list[str]]:
@@ -124,13 +120,3 @@ class SampleDraws:
         with ONE_READS, drawing(key, in_torch=self.instead is None):
             with self.instead(key, drawn) if self.instead is not None else nullcontext():
                 yield drawn
-
-    def _states(self, *, in_torch: bool) -> tuple[Any, ...]:
-        """Where the generators are that all threads share."""
-        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-        found: list[Any] = [random.getstate()]
-        if numpy is not None:
-            found.append(pickle.dumps(numpy.random.get_state(legacy=False)))
-        if torch is not None and in_torch:
-            found.append(torch.default_generator.get_state().numpy().tobytes())
-        return tuple(found)

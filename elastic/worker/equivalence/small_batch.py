@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 import random
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 from elastic.data.batches import item_of
 from elastic.data.collate import collate
 from elastic.errors import ProgramError
+from elastic.program import drawing, generators
 from elastic.worker.equivalence.forward_trace import Batch
 from elastic.worker.equivalence.no_randomness import Still
 from elastic.worker.equivalence.small_copy import ROWS, SmallCopy, TooLarge
@@ -65,28 +65,23 @@ def check_samples(dataset: Any) -> None:
     reads or from a generator that goes on, or stays what it was drawn when it was first read: each
     rank and loader process has read others. What it draws is the same each time."""
     n, until_s = len(dataset), time.monotonic() + LOOKED_AT_S
-    state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
-    with torch.random.fork_rng(devices=[]):
-        try:
-            _read(dataset, 0)  # whatever it opens first
-            before, first = _numbers(dataset), dict[int, _Read]()
-            unread = n - 1
-            others = random.Random(n).sample(range(n), min(n, MORE))
-            for index in (*_spread(n, min(n, TRIED)), *others):
-                if not first or index != unread and time.monotonic() < until_s:
-                    first[index] = _read(dataset, index)
-            counts = {k: x for k, x in _numbers(dataset).items() if x != before.get(k)}
-            again = {index: _read(dataset, index) for index in first}
-            with _set_on(dataset, {name: value + AHEAD for name, value in counts.items()}):
-                ahead = {0: _read(dataset, 0)} if counts else {}
-            kept = next((i for i in first if first[i].draws and not again[i].draws), None)
-            if kept is not None and _is_its_own(dataset, unread):
-                kept = None
-        except Exception:  # noqa: BLE001 - the user's dataset: its first samples are reported on
-            return
-        finally:
-            random.setstate(state)
-            np.random.set_state(numpy_state)
+    try:
+        _read(dataset, 0)  # whatever it opens first
+        before, first = _numbers(dataset), dict[int, _Read]()
+        unread = n - 1
+        others = random.Random(n).sample(range(n), min(n, MORE))
+        for index in (*_spread(n, min(n, TRIED)), *others):
+            if not first or index != unread and time.monotonic() < until_s:
+                first[index] = _read(dataset, index)
+        counts = {k: x for k, x in _numbers(dataset).items() if x != before.get(k)}
+        again = {index: _read(dataset, index) for index in first}
+        with _set_on(dataset, {name: value + AHEAD for name, value in counts.items()}):
+            ahead = {0: _read(dataset, 0)} if counts else {}
+        kept = next((i for i in first if first[i].draws and not again[i].draws), None)
+        if kept is not None and _is_its_own(dataset, unread):
+            kept = None
+    except Exception:  # noqa: BLE001 - the user's dataset: its first samples are reported on
+        return
     later = [*again.items(), *ahead.items()]
     other = next((i for i, one in later if not _same(one.item, first[i].item)), None)
     if other is None and kept is None:
@@ -106,17 +101,10 @@ class _Read:
 
 
 def _read(dataset: Any, index: int, seed: int = 0) -> _Read:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    before = _generators()
-    item = copy.deepcopy(dict(item_of(dataset, index, None)))
-    return _Read(item, _generators() != before)
-
-
-def _generators() -> tuple[Any, ...]:
-    in_torch = torch.default_generator.get_state().numpy().tobytes()
-    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), in_torch
+    with drawing(seed):
+        before = generators()
+        item = copy.deepcopy(dict(item_of(dataset, index, None)))
+        return _Read(item, generators() != before)
 
 
 def _is_its_own(dataset: Any, index: int) -> bool:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -115,14 +114,18 @@ class DrawOperations(TorchDispatchMode):
 def from_another(key: int, names: list[str]) -> Iterator[None]:
     """What this thread draws inside comes from a generator of its own, which begins with `key`, or
     with what it seeds torch with; operations that draw are added to `names`."""
-    generator, thread, own = torch.Generator().manual_seed(key), get_ident(), torch.manual_seed
+    generator, thread, own = (
+        torch.Generator().manual_seed(key),
+        threading.get_ident(),
+        torch.manual_seed,
+    )
 
     def drawn(func: Any, args: Any, kwargs: Any) -> Any:
         names.append(func.overloadpacket.__name__)
         return by_generator(func, args, kwargs, generator=generator)
 
     def seeded(seed: int) -> torch.Generator:
-        return generator.manual_seed(int(seed)) if get_ident() == thread else own(seed)
+        return generator.manual_seed(int(seed)) if threading.get_ident() == thread else own(seed)
 
     torch.manual_seed = torch.random.manual_seed = seeded
     try:
