@@ -97,7 +97,7 @@ OF_A_PROGRAM = Words()
 def kept_between(small: SmallCopy, batch: Batch) -> str:
     """Does a second pass over the same samples, with the same weights and buffers, give another
     loss? '' = no, or it cannot be told; else what is said of it."""
-    losses = _losses(small, [batch, batch], torch.float32)
+    losses = _losses(small, [batch, batch], small.dtype)
     if not losses or math.isclose(*losses, rel_tol=REPEATS):
         return ""
     if DRAWN:

@@ -51,6 +51,9 @@ class SmallCopy:
         self.model = whole_model(program) if whole else self._cut(program)
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters()):
             converted(self.model, torch.float32)
+        doubled = any(p.dtype is torch.float64 for p in self.model.parameters())
+        # what it is compared in: layouts convert nothing here
+        self.dtype = torch.float64 if doubled else torch.float32
         perturb(self.model)
         quiet(self.model)
         norms = norms_of([self.model])
@@ -104,9 +107,9 @@ class SmallCopy:
         self._passes += [(batch, found)] if cp == 1 else []
         return found
 
-    def alone(self, batch: Batch, cp: int, *, dtype: torch.dtype = torch.float32) -> Pass:
+    def alone(self, batch: Batch, cp: int, *, dtype: torch.dtype | None = None) -> Pass:
         """The pass of one process, in other numbers where they are asked for."""
-        model = converted(copy.deepcopy(self.model), dtype)
+        model = converted(copy.deepcopy(self.model), dtype or self.dtype)
         model.train(not self.program.batch_dependent)
         return one_pass(self.program, model, batch, cp=cp)
 

@@ -64,7 +64,7 @@ def remembers(small: SmallCopy, batch: Batch) -> str:
 
 def _losses(small: SmallCopy, batches: Sequence[Batch]) -> list[float]:
     """Of passes of a new model, one after another, each with the buffers of the first."""
-    trial = ModelPasses(small, small.anew(torch.float32).train())
+    trial = ModelPasses(small, small.anew(small.dtype).train())
     before, found = trial.buffers(), []
     with Still(), python_random(0.999):
         for batch in batches:
@@ -82,7 +82,7 @@ def gradients_stand(small: SmallCopy, batch: Batch) -> str:
     = no, or it cannot be told; else what is said of it."""
     if flop_of(small, batch) * 4 > MOST_FLOP:
         return ""
-    model = small.anew(torch.float32).train(not small.program.batch_dependent)
+    model = small.anew(small.dtype).train(not small.program.batch_dependent)
     trial = ModelPasses(small, model)
     before, found = trial.buffers(), []
     passes = [(0, True), (1, True), (0, True), (1, False)]
@@ -123,7 +123,7 @@ def limits_weights(small: SmallCopy, batch: Batch) -> str:
     if flop_of(small, batch) * 2 > MOST_FLOP:
         return ""
     for far in (FAR, -FAR):
-        model = small.anew(torch.float32).train()
+        model = small.anew(small.dtype).train()
         trial = ModelPasses(small, model)
         with torch.no_grad():
             for p in model.parameters():
@@ -152,7 +152,7 @@ def loss_beside(small: SmallCopy, batch: Batch) -> str:
         return ""
     given = {key: x.clone() for key, x in rows_of(batch, 0, ROWS).items()}
     try:
-        model = small.anew(torch.float32).train(not program.batch_dependent)
+        model = small.anew(small.dtype).train(not program.batch_dependent)
         with Still(), python_random(0.999):
             output = mapped(call_model(program, model, given), lambda x: x.detach())
             loss = loss_of(program, output, given)

@@ -39,7 +39,7 @@ def kept_by_passes(small: SmallCopy, batch: Batch) -> KeptByPasses:
     if flop_of(small, batch) * 3 > MOST_FLOP:
         return KeptByPasses()
     try:
-        model = small.anew(torch.float32)
+        model = small.anew(small.dtype)
         model.train(not small.program.batch_dependent)
         trial = ModelPasses(small, model)
         with Still(), python_random(0.999):

@@ -124,7 +124,7 @@ def keeps_old_weights(small: SmallCopy, batch: Batch) -> str:
     losses = []
     try:
         for passed in (False, True):
-            trial = ModelPasses(small, small.anew(torch.float32).train())
+            trial = ModelPasses(small, small.anew(small.dtype).train())
             before = trial.buffers()
             with _quiet(), torch.no_grad():
                 if passed:
@@ -204,7 +204,7 @@ def follows_the_clock(small: SmallCopy, batch: Batch) -> str:
     losses = []
     try:
         for later_s in (0.0, *LATER_S):
-            trial = ModelPasses(small, small.anew(torch.float32).train())
+            trial = ModelPasses(small, small.anew(small.dtype).train())
             with _quiet(), _clock(later_s):
                 losses.append(_loss(trial, trial.buffers(), batch))
     except Exception:  # noqa: BLE001 - see above
