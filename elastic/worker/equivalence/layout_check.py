@@ -17,7 +17,7 @@ import sysconfig
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -452,15 +452,18 @@ def files_of(program: str | Path) -> dict[str, str]:
 
 def packages() -> dict[str, str]:
     """Versions of what is installed and imported."""
-    found = {}
-    for name in {
-        module.partition(".")[0] for module in list(sys.modules)
-    } - sys.stdlib_module_names:
-        try:
-            found[name] = version(name)
-        except (PackageNotFoundError, ValueError):  # the program's own, or one of another name
-            continue
-    return found
+    imported = {module.partition(".")[0] for module in list(sys.modules)}
+    found = {name: _version(name) for name in imported - sys.stdlib_module_names}
+    return {name: known for name, known in found.items() if known}
+
+
+@cache
+def _version(name: str) -> str:
+    """'' = the program's own module, or one of a package of another name."""
+    try:
+        return version(name)
+    except (PackageNotFoundError, ValueError):
+        return ""
 
 
 def main(arguments: Iterable[str], function: TrainFunction | None = None) -> int:

@@ -51,11 +51,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Of a tensor, a mapping or a sequence, nested."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, list | tuple):  # first: a Mapping is slow to recognize
+        for item in value:
+            yield from tensors_in(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
             yield from tensors_in(item)
 
 

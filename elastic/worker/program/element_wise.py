@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.errors import ProgramError, SpecError
@@ -239,6 +240,24 @@ class _Dry:
     def beside(self) -> dict[str, Values]:
         return {name: values_of(optimizer) for name, optimizer in self.optimizers.each.items()}
 
+    @property
+    def more_steps(self) -> int:
+        """How many tell what the first ones did not: none of what torch itself has."""
+        return 0 if all(_of_torch(one) for one in self.optimizers.each.values()) else MORE_STEPS
+
+
+def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """A class of torch.optim as it is: what such a one keeps stands in `state` from its first step
+    on, and what a step does there follows from `state` and `param_groups`."""
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and "step" not in vars(optimizer)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+    )
+
 
 class _ForeignTensor(Exception):
     """A step uses a tensor without values."""
@@ -249,9 +268,15 @@ class _OwnTensors(TorchDispatchMode):
     hook or a list that kept it would train nothing, without a word."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
-            raise _ForeignTensor
-        return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        for value in (*args, *given.values()):
+            # nearly all are tensors and numbers
+            if isinstance(value, torch.Tensor):
+                if value.is_meta:
+                    raise _ForeignTensor
+            elif isinstance(value, list | tuple) and any(x.is_meta for x in tensors_in(value)):
+                raise _ForeignTensor
+        return func(*args, **given)
 
 
 def _place(error: Exception) -> str:
@@ -324,7 +349,7 @@ def _same_from_constants(
         for key in wanted.entries:
             state[key] = torch.full_like(parameter, first.get(key, 0.0), requires_grad=False)
     same = dict(kept)
-    for number in range(DRY_STEPS + MORE_STEPS):
+    for number in range(DRY_STEPS + done.more_steps):
         for dry in (own, filled):
             dry.step(number % DRY_STEPS)
         for fqn, parameter in own.named.items():
@@ -397,7 +422,7 @@ def _check_carried(
         state = {k: copy.deepcopy(v) for k, v in done.state(fqn).items() if k in names}
         new.optimizers.owner(fqn).state[parameter] = state
         there[fqn] = {k for k, v in done.state(fqn).items() if v is not None}
-    for number in range(MORE_STEPS):
+    for number in range(done.more_steps or DRY_STEPS):
         for dry in (done, new):
             dry.step(number % DRY_STEPS)
     for fqn, parameter in done.named.items():
