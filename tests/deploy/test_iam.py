@@ -54,7 +54,7 @@ def refused(who: str, calls: set[tuple[str, str]]) -> list[str]:
     return [right for right, answer in found.items() if answer != "PERMITTED"]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_worker_saves_and_loads_and_may_remove_nothing(
     s3: S3Storage, asked: set[tuple[str, str]], small_parts: int
 ) -> None:

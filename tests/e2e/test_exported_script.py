@@ -47,6 +47,7 @@ trainer.push_to_hub()
 """
 
 
+@pytest.mark.whole
 def test_a_trainer_saves_what_the_export_gives(shell: Shell) -> None:
     """Of a model in two parts: the script itself loads it behind save_model, evaluates, predicts. A
     hub that is away costs one line; the tokenizer is there too."""

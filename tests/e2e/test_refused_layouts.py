@@ -25,6 +25,7 @@ with elastic.loop(model=model, optimizer=optimizer, dataset=data, tp=tp, steps=3
 """
 
 
+@pytest.mark.whole  # worker/equivalence/test_tp_of_loops.py has the refusal, the one above its line
 def test_a_loops_model_that_tp_computes_otherwise_is_refused_in_one_line(tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     pools = [{"name": "spot", "market_type": "spot", "gpus_per_node": 2, "max_nodes": 1}]
@@ -50,6 +51,7 @@ with elastic.loop(model=model, optimizer=optimizer, dataset=data, steps=3, globa
 """
 
 
+@pytest.mark.e2e
 def test_a_loops_body_that_sees_other_samples_is_refused_in_one_line(tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     pools = [{"name": "spot", "market_type": "spot", "max_nodes": 2}]

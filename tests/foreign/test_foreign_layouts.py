@@ -60,7 +60,7 @@ def refusal(found: dict[str, Any], axis: str) -> str:
 
 
 @pytest.mark.e2e
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", subjects.names())
 def test_each_layout_computes_the_same_or_is_closed(
     name: str, verdicts: dict[str, dict[str, Any]]

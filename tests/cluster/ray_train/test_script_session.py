@@ -148,6 +148,7 @@ def environments(text: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: int(one["RANK"]))
 
 
+@pytest.mark.e2e
 def test_a_group_meets_prints_steps_and_ends_well(
     made: Made, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +320,7 @@ for n in range(1000):
 """
 
 
+@pytest.mark.e2e
 def test_ray_trains_own_question_has_one_answer_on_all_ranks(
     made: Made, capfd: pytest.CaptureFixture[str]
 ) -> None:

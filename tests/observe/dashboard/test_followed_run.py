@@ -326,6 +326,7 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     assert len(run.view.points) <= 20 and len(run.view.planned) <= 16
 
 
+@pytest.mark.whole  # bench/page.py measures it, too
 def test_what_it_keeps_does_not_grow_with_the_generations(tmp_path: Path) -> None:
     """A plan names each rank several times: those of all generations of thousands of ranks were
     hundreds of megabytes."""

@@ -43,7 +43,7 @@ ScriptSource(sys.argv[1]).run()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_what_the_page_keeps_is_made_once(tmp_path: Path) -> None:
     """By the first of the processes that run the script, as driver and workers do."""
     (kept,) = (

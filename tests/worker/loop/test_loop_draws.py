@@ -46,8 +46,8 @@ def losses(
     return [e.train_loss for e in pass_through(pool, job, run, layouts, every=every)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("calls", ["whole", "twice"])
+@pytest.mark.e2e
+@pytest.mark.parametrize("calls", ["whole", pytest.param("twice", marks=pytest.mark.whole)])
 def test_a_resized_loop_follows_the_undisturbed_one(pool: Pool, tmp_path: Path, calls: str) -> None:
     how = ("--calls", calls, "--double")
     alone = losses(pool, tmp_path / "one", *how, layouts=[Layout()])
@@ -55,7 +55,7 @@ def test_a_resized_loop_follows_the_undisturbed_one(pool: Pool, tmp_path: Path, 
     assert resized == pytest.approx(alone, rel=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_loop_draws_what_a_program_draws(pool: Pool, tmp_path: Path) -> None:
     """Also where it calls its model with parts of the batch."""
     program = pass_through(pool, job_of("tiny_drops.py", 6), tmp_path / "p", [Layout()], every=1)
@@ -66,7 +66,7 @@ def test_a_loop_draws_what_a_program_draws(pool: Pool, tmp_path: Path) -> None:
         assert found == pytest.approx([e.train_loss for e in program], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_kill_and_a_growth_change_nothing_of_what_is_drawn(pool: Pool, tmp_path: Path) -> None:
     """Steps are done again from peer replicas; a worker that comes later has a model of its own to
     find out about."""

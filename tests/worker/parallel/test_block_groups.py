@@ -25,7 +25,7 @@ CHAIN = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("n", [4, pytest.param(len(CHAIN), marks=pytest.mark.whole)])
 def test_two_towers_follow_one_process_through_layouts(pool: Pool, tmp_path: Path, n: int) -> None:
     job = job_of("tiny_towers.py", steps=2 * n + 2)
@@ -40,7 +40,7 @@ TEACHING = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("n", [3, pytest.param(len(TEACHING), marks=pytest.mark.whole)])
 def test_a_student_beside_its_teacher_follows_one_process_through_layouts(
     pool: Pool, tmp_path: Path, n: int

@@ -52,7 +52,7 @@ CHAIN = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_resized_run_follows_the_undisturbed_one(pool: Pool, tmp_path: Path) -> None:
     job = job_of("tiny_drops.py", steps=14)
     alone = pass_through(pool, job, tmp_path / "one", [Layout()], every=1)

@@ -101,6 +101,7 @@ def collectives(pool: FaultyPool, run: Path, layout: Layout, rank: int) -> list[
 # -------------------------------------------------------------------------------- the commit itself
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.whole)])
 def test_replicas_roll_forward_to_the_step_that_somebody_has(
     pool: FaultyPool, tmp_path: Path, victim: int

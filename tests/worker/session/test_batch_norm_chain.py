@@ -67,7 +67,7 @@ def compare(
         )
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_groups_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     settings = job(2 * len(CHAIN) + MORE, batch_norm={"group": GROUP})
     steps = pass_through(pool, settings, tmp_path, CHAIN, every=2, together=GROUP)

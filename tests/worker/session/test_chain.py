@@ -17,7 +17,7 @@ CHAIN = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("n", [2, pytest.param(len(CHAIN), marks=pytest.mark.whole)])
 def test_a_chain_of_layouts_that_begins_again(pool: Pool, tmp_path: Path, n: int) -> None:
     job = job_of("tiny.py", steps=2 * n + 4)

@@ -32,11 +32,13 @@ def follows_the_chain(pool: Pool, folder: Path, program: str, steps: int) -> lis
     return alone
 
 
+@pytest.mark.e2e
 def test_counts_follow_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     alone = follows_the_chain(pool, tmp_path, "tiny_counting_steps.py", 4 * len(CHAIN))
     assert alone[-1] < alone[0] - 0.5
 
 
+@pytest.mark.e2e
 def test_weights_that_are_kept_follow_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
     follows_the_chain(pool, tmp_path, "tiny_lookahead.py", 5 * len(CHAIN))
 

@@ -118,7 +118,7 @@ def test_ranks_on_two_nodes_keep_each_others_copies_and_stop_as_a_run_does(tmp_p
     assert json.loads(elastic("replay", place, "--json"))["identical"]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_old_checkpoints_are_removed_by_the_policy(tmp_path: Path) -> None:
     folder = job(
         tmp_path,
@@ -140,7 +140,7 @@ def test_old_checkpoints_are_removed_by_the_policy(tmp_path: Path) -> None:
     assert not {*removed} & {item.uri for item in found} and replayed(lines).identical
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_the_deadline_of_the_job_ends_it_with_its_state_saved(tmp_path: Path) -> None:
     folder = job(tmp_path, program=str(SLOW), steps=100_000, durable_every=0, deadline_h=0.002)
     ended = StandaloneRun(
@@ -151,7 +151,7 @@ def test_the_deadline_of_the_job_ends_it_with_its_state_saved(tmp_path: Path) ->
     assert found.step == ended.step > 0 and replayed(lines_of(folder)).identical
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_damaged_journal_is_set_aside_where_that_is_asked_for(tmp_path: Path) -> None:
     folder = job(tmp_path, program=str(SLOW))
     wishes = StandaloneOptions(storage=str(folder / "runs"))

@@ -301,7 +301,7 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_run_that_another_process_drives_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     folder = job(tmp_path)
     wishes = StandaloneOptions(storage=str(folder / "runs"))

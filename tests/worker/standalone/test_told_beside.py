@@ -74,6 +74,7 @@ def test_what_ends_or_says_nothing_holds_no_run_up(
     slow.close()
 
 
+@pytest.mark.e2e
 def test_a_refusal_is_heard(tmp_path: Path) -> None:
     spec = load_job(job(tmp_path), ["metrics_port=ray"])
     said: list[str] = []
