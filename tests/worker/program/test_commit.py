@@ -133,6 +133,7 @@ def test_without_replicas_a_step_that_a_dead_rank_took_with_it_is_given_up(
     assert entered.resume.source == "peer" and entered.resume.step in (AT - 2, AT)
 
 
+@pytest.mark.e2e
 def test_nobody_is_gone_and_one_rank_missed_the_commit(pool: FaultyPool, tmp_path: Path) -> None:
     """Without replicas too: all gradients are there, so the step is made whole."""
     driver, entered = broken(pool, tmp_path, SHARDS, {1: Fault("deaf", AT, "commit")}, peer_every=0)
@@ -188,6 +189,7 @@ def test_a_sample_without_a_number_rolls_back_once_and_is_named(
     assert failed == {("not_finite", AT + 1)}, "all ranks say the same"
 
 
+@pytest.mark.e2e
 def test_a_step_that_is_skipped_is_skipped_by_those_that_roll_forward_to_it(
     pool: FaultyPool, tmp_path: Path
 ) -> None:

@@ -82,7 +82,7 @@ def test_each_side_of_a_transition_says_the_same(
     assert 0 < entry.seconds < time.monotonic() - began_s
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", OTHERS[:3], ids=str)
 def test_a_layout_that_computes_something_else_makes_no_step(

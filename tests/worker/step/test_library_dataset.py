@@ -24,7 +24,7 @@ datasets = pytest.importorskip("datasets", reason="the extra `datasets`")
 LAYOUTS = [Layout(dp_shard=2), Layout(cp=2)]
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_in_every_layout(pool: Pool, tmp_path: Path) -> None:
     """What one process trains on the same numbers, without the library."""
     job = job_of("tiny_library_rows.py", 7)
