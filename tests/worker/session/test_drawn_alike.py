@@ -121,7 +121,7 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index):
         x = torch.sin(torch.arange(16.0) * index)
         if random.random() < 0.5:
-            x = x.flip(0)
+            x, index = x.flip(0), index + 1  # so the target is drawn as well
         x = torch.roll(x, int(torch.randint(16, ()))) + 0.1 * torch.randn(16)
         return {"input": x * np.random.uniform(0.5, 2), "target": torch.tensor(index % 8)}
 
@@ -142,15 +142,17 @@ def augmented(folder: Path, drop: str, **more: Any) -> dict[str, Any]:
     return job_of(str(file), steps=STEPS) | {"n_samples": 96} | more
 
 
-def losses_of(pool: Pool, job: dict[str, Any], run: Path, layouts: list[Layout]) -> list[float]:
-    """Of each step, through these layouts, the second from about the middle on."""
+def losses_of(
+    pool: Pool, job: dict[str, Any], run: Path, layouts: list[Layout], *, n_blocks: int = 0
+) -> list[float]:
+    """Of each step, through these layouts, each from its part of the steps on."""
     workers = pool.open(job, run, n=max(layout.world_size for layout in layouts))
     plans: list[Plan] = []
     for i, layout in enumerate(layouts):
         resume = {"resume": live(plans[-1])} if plans else {}
-        plans.append(plan(i + 1, layout, workers, job["global_batch"], n_blocks=0, **resume))
+        plans.append(plan(i + 1, layout, workers, job["global_batch"], n_blocks=n_blocks, **resume))
         pool.enter(plans[-1])
-        wanted = STEPS if layout is layouts[-1] else STEPS // 2 - 1
+        wanted = STEPS * (i + 1) // len(layouts) - (layout is not layouts[-1])
         pool.wait(lambda: any(e.step >= wanted for e in pool.events(StepDone)), "a step")  # noqa: B023
     assert not pool.events(WorkerFailed)
     losses = {e.step: e.train_loss for e in pool.events(StepDone)}
@@ -170,6 +172,41 @@ def test_samples_that_are_augmented_are_those_of_one_process(
     program, plain = load_program(job["program"]), Job.from_plain(job)
     read = ReadInTurn(dataset_of(program, plain), job)
     alone = train_alone(replace(with_job(program, plain), dataset=lambda: read), job, STEPS)
+    assert losses == pytest.approx(alone, rel=1e-5)
+
+
+IN_BLOCKS = """
+import dataclasses
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, 8)
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+tp = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+program = dataclasses.replace(program, model=Net, tp=tp)
+"""
+
+
+@pytest.mark.e2e
+def test_ranks_that_share_samples_read_them_alike(pool: Pool, tmp_path: Path) -> None:
+    """Those of tp the whole sample each, the first stage of pp its input, the last its target."""
+    job = augmented(tmp_path, "nn.Identity()")
+    Path(job["program"]).write_text(Path(job["program"]).read_text() + IN_BLOCKS)
+    alone = losses_of(pool, job, tmp_path / "alone", [Layout()], n_blocks=4)
+    layouts = [Layout(tp=2), Layout(pp=2), Layout(dp_shard=2, tp=2)]
+    losses = losses_of(pool, job, tmp_path / "run", layouts, n_blocks=4)
     assert losses == pytest.approx(alone, rel=1e-5)
 
 
