@@ -4,6 +4,7 @@ imported for it; neither torch nor ray is for any before it begins."""
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -35,8 +36,15 @@ GROUPS = {  # file of elastic.cli -> its verbs
 }
 
 
+# transformers imports torchao where it is installed, which warns of each file that is not for this
+# build of torch; workers, where it matters, have it in their logs
+OF_LIBRARIES = ("torchao", "torch.utils._pytree")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
+    for name in OF_LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if argv is None else argv)
     # what follows belongs to the user's script
     cut = words.index("--") if "--" in words else len(words)

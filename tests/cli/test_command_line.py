@@ -395,3 +395,14 @@ def test_what_was_typed_resumes_a_run_from_wherever_it_is_asked(
     (run / "command.json").write_text("[]")
     assert main(["status", str(run)]) == 0
     assert "to resume it: elastic run --run-name one" in capsys.readouterr().out
+
+
+@pytest.mark.e2e
+def test_what_libraries_warn_of_while_they_are_imported_is_not_shown() -> None:
+    """torchao's, which transformers imports: a file for another build of torch is no news here."""
+    for name in ("torchao", "transformers"):
+        pytest.importorskip(name, reason=f"{name} is not installed (it is in the extra 'test')")
+    words = [sys.executable, "-m", "elastic", "plan", str(ROOT / "jobs" / "qwen_lora")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("qwen_lora: ")
+    assert done.stderr == ""
