@@ -37,8 +37,7 @@ class GivenModel:
     script does to it there is lost."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._training = {name: module.training for name, module in model.named_modules()}
+        self._modules = [(name, m, m.training) for name, m in model.named_modules()]
         self._weights = [(n, p, p.requires_grad, p._version) for n, p in model.named_parameters()]
 
     def check(self, model: LoopModel) -> None:
@@ -53,8 +52,8 @@ class GivenModel:
             trained_there = model.memory() if trained_there is None else trained_there
             if p.data_ptr() not in trained_there:
                 raise ProgramError(f"the script writes the weight {name} {NOT_TRAINED}")
-        for name, module in self.model.named_modules():
-            if module.training != self._training.get(name):
+        for name, module, training in self._modules:
+            if module.training != training:
                 what = name or "the whole model"
                 raise ProgramError(f"the script changes the mode of {what} {NOT_TRAINED}")
 
