@@ -39,8 +39,8 @@ from elastic.worker.program.commit import Commit
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.loop_program import (
     GROUPS,
-    NOT_OF_MODEL,
     LoopProgram,
+    NotOfModel,
     OptimizerFactory,
     Settings,
     clear_by,
@@ -194,7 +194,7 @@ def tried(
         except Interrupted:  # no sys.exit of the script: a signal
             raise
         except Exception as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
-            certain = steps is None or str(error) == NOT_OF_MODEL  # whatever samples there are
+            certain = steps is None or isinstance(error, NotOfModel)
             if trial.program is None or certain and is_found(error):
                 told = _refused(source, error, entered=trial.program is not None)
                 # what ours say in one line is all

@@ -39,7 +39,7 @@ from elastic.worker.parallel.draw_requests import arguments_of
 from elastic.worker.parallel.keyed_draws import TELLS, DrawOperations
 from elastic.worker.process.readback import Number
 from elastic.worker.program.calls import ModelCall, ModelCalls, count_of
-from elastic.worker.program.loop_program import EVALUATE, NOT_OF_MODEL, LoopProgram, Own, evaluated
+from elastic.worker.program.loop_program import EVALUATE, LoopProgram, NotOfModel, Own, evaluated
 
 log = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ class TriedRun(Run):
             self._refuse_own_backward()
             raise Entered(self._whole, "it comes to run.step() without run.backward(loss)")
         if all(parameter.grad is None for parameter in self._module.parameters()):
-            raise ProgramError(NOT_OF_MODEL)
+            raise NotOfModel
         return super().step(clip_grad_norm)
 
     def backward(self, loss: torch.Tensor) -> None:

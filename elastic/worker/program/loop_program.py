@@ -38,12 +38,18 @@ from elastic.worker.program.owned.optimizer_counters import (
 GROUPS = COUNTERS  # the name of the optimizers' settings among the extra state
 EPOCHS = "epochs"  # among the settings: instead of steps
 WHERE = "elastic.loop(optimizer=...)"
-NOT_OF_MODEL = (
-    "the loss given to run.backward does not depend on run.model: call run.model(...), not the "
-    "model that was given to elastic.loop"
-)
 EVALUATE = "elastic.loop(evaluate=...)"
 Own = Optimizer | dict[str, Optimizer]  # what a script gives: one, or several by name
+
+
+class NotOfModel(ProgramError):
+    """Whatever samples there are: no parameter got a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the loss given to run.backward does not depend on run.model: call run.model(...), not "
+            "the model that was given to elastic.loop"
+        )
 
 
 @dataclass(frozen=True)

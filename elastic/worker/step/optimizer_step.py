@@ -25,7 +25,7 @@ from elastic.worker.process_groups.groups import Groups
 from elastic.worker.process_groups.wire import gather_words
 from elastic.worker.program.commit import KEPT_COMMITS, Commit
 from elastic.worker.program.guards import GuardMemory, Trip, judge, trip_of
-from elastic.worker.program.loop_program import NOT_OF_MODEL, LoopProgram
+from elastic.worker.program.loop_program import LoopProgram, NotOfModel
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.commit_vector import CommitFields, CommitReport, RankPart, Slots
 from elastic.worker.step.faulty_rank import UNNAMED, FaultyRank, Tripped, find_faulty_rank
@@ -187,7 +187,7 @@ class Stepper(ForwardBackward):
         assert self.script is not None
         self.clip_grad_norm = self.script.clip_grad_norm or self.job.clip_grad_norm
         if all(parameter.grad is None for parameter in self.state.parameters.values()):
-            raise ProgramError(NOT_OF_MODEL)
+            raise NotOfModel
 
     def _noise(self, heard: CommitReport) -> tuple[float, float] | None:
         """Of the step that was just done; None where one micro-batch had all of its samples."""
