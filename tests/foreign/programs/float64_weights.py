@@ -21,7 +21,7 @@ class Energy(nn.Module):
     def __init__(self):
         super().__init__()
         self.enter = nn.Linear(6, D)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(4))
         self.energy = nn.Linear(D, 1)
 
     def forward(self, places):
@@ -48,4 +48,4 @@ program = elastic.Program(
     tp={"layers.*.up": "colwise", "layers.*.down": "rowwise"},
 )
 
-EXPECT = {"dp": "equal", "tp": "equal", "pp": "equal"}
+EXPECT = {"dp": "equal", "tp": "equal", "cp": "refused: sequence", "pp": "equal"}

@@ -332,10 +332,16 @@ class Before:
 
 
 def _used(path: str) -> bool:
-    """A living process has the file open or mapped; or it is gone meanwhile."""
+    """A living process has the file open or mapped; or it is gone meanwhile. The maker of a
+    semaphore has it mapped under a name that it had before."""
+    try:
+        inode = str(os.stat(path).st_ino)
+    except FileNotFoundError:
+        return True
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            if path in Path(f"/proc/{name}/maps").read_text():
+            mapped = Path(f"/proc/{name}/maps").read_text().splitlines()
+            if any("/dev/shm/" in line and line.split()[4] == inode for line in mapped):
                 return True
         with suppress(OSError):
             if any(

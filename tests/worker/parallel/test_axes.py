@@ -59,7 +59,7 @@ PROGRAMS = (
 
 
 def product() -> list[Case]:
-    """Every axis and pair of axes for 20 steps: each program, unequal batch shares, accumulation,
+    """Every axis and pair of axes for six steps: each program, unequal batch shares, accumulation,
     each schedule."""
     sets = [(a,) for a in AXES] + list(combinations(AXES, 2))
     out = []
@@ -67,14 +67,14 @@ def product() -> list[Case]:
         text = ",".join(f"{axis}=2" for axis in axes)
         cuts = [f"{text},schedule={schedule}" for schedule in SCHEDULES] if "pp" in axes else [text]
         for cut, program in cross(cuts, PROGRAMS):
-            out.append(Case(program, cut, steps=20, microbatches=0 if "pp" in axes else 3))
+            out.append(Case(program, cut, steps=6, microbatches=0 if "pp" in axes else 3))
         if {"dp_replicate", "dp_shard"} & set(axes):
             out.append(
                 Case(
                     "tiny.py",
                     text,
                     14 if "pp" in axes else 13,
-                    20,
+                    6,
                     microbatches=2 if "pp" in axes else 1,
                 )
             )
