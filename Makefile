@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt deploy/install.sh
 run: $(STAMP)  ## the main job on this machine: real text, several Ray nodes, drills
 	$(BIN)/elastic run jobs/quickstart
 
-test: $(STAMP)  ## what CI runs: lint, unit and end-to-end tests (12 minutes on two quick cores, 45 on slow ones)
+test: $(STAMP)  ## what CI runs: lint, unit and end-to-end tests (14 minutes on two quick cores, 45 on slow ones)
 	@$(BIN)/python tests/tiers.py lint unit e2e $(if $(RECORD),--record)
 
 test-unit: $(STAMP)  ## tests that need neither Ray nor another process (about 3 minutes)
