@@ -50,6 +50,8 @@ class DriverStarted(Event):
     as released): likewise. `trusts_compared`: an axis that a transition of this run has compared,
     and found right, is not avoided where nothing can be compared (else it is): likewise.
     `redoes_unknown`: where no older copy would tell either, a short run begins anew: likewise.
+    `heeds_dead`: a device that has failed is known, too, where the process that said so had been
+    taken for gone (else it was not heeded): likewise.
     """
 
     run: str
@@ -78,12 +80,14 @@ class DriverStarted(Event):
     counts_taken: bool = False
     trusts_compared: bool = False
     redoes_unknown: bool = False
+    heeds_dead: bool = False
 
 
 GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
     "keeps_left", "spares_noticed", "counts_taken", "trusts_compared", "redoes_unknown",
+    "heeds_dead",
 )  # fmt: skip
 
 
@@ -243,8 +247,7 @@ class StepDone(Event):
     copy_s: float = 0.0
     grad_norm: float = 0.0
     digest: str = ""  # of the sample ids of this step
-    # its samples are used up, its update was left out: a guard, or a gradient that overflowed
-    # float16
+    # its samples are used up, its update was left out: a guard, or an overflow of float16
     skipped: bool = False
     # tokens per sample of the rank that had the most, over the mean of the step; 0 = not known
     imbalance: float = 0.0
@@ -286,8 +289,7 @@ class GuardTripped(Event):
 
 @dataclass(frozen=True)
 class GroupRan(Event):
-    """A generation that does not say what its steps are (a script that is restarted) ran until
-    now."""
+    """A generation that does not tell of its steps (a script that is restarted) ran until now."""
 
     generation: int
 
@@ -362,8 +364,7 @@ class CopyDamaged(Event):
 
 @dataclass(frozen=True)
 class CopyVerified(Event):
-    """Every byte of a checkpoint was read back from storage, in `seconds`, and is what its digests
-    say."""
+    """Every byte of a checkpoint was read back, in `seconds`, and is what its digests say."""
 
     uri: str
     n_bytes: int = 0
@@ -391,8 +392,7 @@ class WorkerFailed(Event):
     critical Xid), in `step` (0 = in no step); the process still serves what it has in host memory.
     program with `do` = retry: a device-side assert in `step`, after which the process cannot use
     its GPU either. mismatch: the ranks have made collectives that do not match, each in the belief
-    that the others make the same. `frames`: of an error of the user's code, as its traceback shows
-    it.
+    that the others make the same. `frames`: of an error of the user's code, from its traceback.
     """
 
     worker: WorkerId

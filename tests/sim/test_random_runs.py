@@ -37,6 +37,7 @@ KEPT = (
     160176,
     161799,
     200057,
+    2721888,
     9715164,
     9715810,
     24113040,
@@ -45,6 +46,7 @@ KEPT = (
 
 # what drivers decide by since the seeds below BEFORE were found
 BEFORE = 10_000_000
+SINCE = {2721888}  # below it, and found by what drivers decide by today
 AS_FOUND = dict.fromkeys(
     (
         "expects_measured", "spends_slack", "dates_budget", "bounds_deaths", "saves_in_any",
@@ -81,4 +83,5 @@ def test_random_runs_in_any_weather_of_storage(batch: int, tmp_path: Path) -> No
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", KEPT)
 def test_runs_that_were_wrong_once(seed: int, tmp_path: Path) -> None:
-    check(seed, tmp_path / f"{seed}.jsonl", AS_FOUND if seed < BEFORE else None)
+    as_found = seed < BEFORE and seed not in SINCE
+    check(seed, tmp_path / f"{seed}.jsonl", AS_FOUND if as_found else None)

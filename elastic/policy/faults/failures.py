@@ -224,13 +224,15 @@ def _mismatched(state: State, event: WorkerFailed, text: str, *, at_s: float) ->
 def _device_failed(state: State, event: WorkerFailed, text: str, *, at_s: float) -> State:
     """The worker is a loss, whatever generation it speaks of, and its node is left: it is
     quarantined as soon as nobody needs what its processes hold in host memory. A worker that says
-    so again cannot serve that either.
+    so again cannot serve that either. One that was taken for gone, such as one that was silent and
+    is heard again, is lost already; what it says of its device is true of the next process there.
 
     A kernel of the program may be at fault too. It does the same wherever the step is done: where a
     second node has such an error in the same step, the run ends, unless the error is one that only
     hardware can cause."""
     worker, node = event.worker, state.nodes.get(event.worker.node_id)
-    if node is None or node.status in ("lost", "quarantined") or worker in state.dead:
+    known = worker in state.dead and (worker in state.faulty or not state.heeds_dead)
+    if node is None or node.status in ("lost", "quarantined") or known:
         return state
     others = sorted(
         {name for step, name in state.device_errors if step == event.step} - {node.node_id}
@@ -261,7 +263,8 @@ def _device_failed(state: State, event: WorkerFailed, text: str, *, at_s: float)
     failure = Failure("loss", text, at_s, frozenset({worker}))
     if state.aborting:
         return explained(state, failure) if worker in state.aborting.owing else state
-    return failed(state, failure) if state.takes_part(worker) else state
+    missed = state.takes_part(worker) and worker not in state.dead
+    return failed(state, failure) if missed else state
 
 
 def _asserted(state: State, event: WorkerFailed, text: str, *, at_s: float) -> State:

@@ -265,6 +265,7 @@ class State:
     counts_taken: bool = False  # see DriverStarted
     trusts_compared: bool = False  # see DriverStarted
     redoes_unknown: bool = False  # see DriverStarted
+    heeds_dead: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
@@ -307,8 +308,7 @@ class State:
     peer: Copy | None = None  # the newest acknowledged peer replica
     durable: tuple[Copy, ...] = ()  # newest first
     verified: frozenset[str] = frozenset()  # URIs of checkpoints that were read back and are right
-    # checkpoints that could not be read: URI -> what is wrong
-    damaged: Mapping[str, str] = field(default_factory=dict)
+    damaged: Mapping[str, str] = field(default_factory=dict)  # URIs of unreadable ones -> why
     copy_failed: CopyFailed | None = None  # the newest checkpoint that was not made
     copy_failed_at_s: float = 0.0
     copy_failures: int = 0  # in a row; of the last step's copy alone

@@ -35,6 +35,7 @@ from elastic.types import (
     Quiesced,
     ReleaseNode,
     RequestNodes,
+    Silent,
     Stop,
     WorkerFailed,
     WorkerId,
@@ -162,6 +163,41 @@ def test_a_node_whose_device_fails_while_it_starts_is_quarantined() -> None:
         "c"
     ] and story.state.phase == "running"
     assert not orders(decision, Abort)
+
+
+@pytest.mark.parametrize("kind", ["silent", "process"])
+@pytest.mark.parametrize("heeds", [True, False])
+def test_what_one_says_that_was_taken_for_gone_is_true_of_its_device(
+    kind: str, heeds: bool
+) -> None:
+    """It was cut off, or its last words came behind its end: the next process there has the same
+    device."""
+    story = Story()
+    story.state = replace(story.state, heeds_dead=heeds)
+    plan = story.running("a", "b")
+    story.tick(NodeReady(Node("c", "spot")))
+    silent, killed = Silent(C, 0, "starting", 120.0), WorkerFailed(C, 0, "process", "exit code -9")
+    gone = silent if kind == "silent" else killed
+    decision = story.tick(gone, WorkerFailed(C, 0, "device", ECC))
+    left = [order.node_id for order in orders(decision, Quarantine)]
+    prepared = [order.node_id for order in orders(decision, Prepare)]
+    assert (left, prepared) == ((["c"], []) if heeds else ([], ["c"]))
+    assert story.state.plan == plan and not orders(decision, Abort), "it had no part in it"
+
+
+def test_one_that_was_taken_for_gone_is_lost_once() -> None:
+    story = Story()
+    story.state = replace(story.state, heeds_dead=True)
+    plan = story.running("a", "b", "c", steps=5)
+    story.tick(WorkerFailed(A, plan.generation, "process", "exit code -9"))
+    story.tick(device(plan, A))
+    aborting = story.state.aborting
+    assert aborting is not None and "exit code -9" in aborting.failure.reason
+    held = {"b": [(1, 5, "live"), (0, 5, "peer")], "c": [(2, 5, "live")]}
+    new = plan_of(story.quiesced(plan, held))
+    assert new.nodes == ("b", "c") and new.resume.step == 5
+    story.tick(device(plan, A))
+    assert story.state.target == new and not story.state.failure, "said once more: known"
 
 
 def test_a_place_that_the_run_waits_for_is_given_back_once_others_hold_the_state() -> None:
