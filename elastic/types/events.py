@@ -50,6 +50,8 @@ class DriverStarted(Event):
     as released): likewise. `trusts_compared`: an axis that a transition of this run has compared,
     and found right, is not avoided where nothing can be compared (else it is): likewise.
     `redoes_unknown`: where no older copy would tell either, a short run begins anew: likewise.
+    `stays_ended`: nothing that is told while the last order waits for storage begins an ended run
+    again (else a plan that is entered then does, and the run is ended twice): likewise.
     """
 
     run: str
@@ -78,12 +80,14 @@ class DriverStarted(Event):
     counts_taken: bool = False
     trusts_compared: bool = False
     redoes_unknown: bool = False
+    stays_ended: bool = False
 
 
 GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
     "keeps_left", "spares_noticed", "counts_taken", "trusts_compared", "redoes_unknown",
+    "stays_ended",
 )  # fmt: skip
 
 
@@ -190,8 +194,7 @@ class PlanEntered(Event):
     phases_s: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
     peak_bytes: int = 0
-    # when the old generation finished its last step (backend's clock)
-    left_at_s: float | None = None
+    left_at_s: float | None = None  # when the old generation's last step ended (backend's clock)
 
 
 @dataclass(frozen=True)
@@ -243,15 +246,13 @@ class StepDone(Event):
     copy_s: float = 0.0
     grad_norm: float = 0.0
     digest: str = ""  # of the sample ids of this step
-    # its samples are used up, its update was left out: a guard, or a gradient that overflowed
-    # float16
+    # its samples are used up, its update was left out: a guard, or gradients that overflowed
     skipped: bool = False
     # tokens per sample of the rank that had the most, over the mean of the step; 0 = not known
     imbalance: float = 0.0
     # of the places of all its micro-batches, those that were filled up; 0 = none, or not known
     pad_share: float = 0.0
-    # what the user's own code has told of it, by name
-    logged: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)  # told by the user's code, by name
     # with ep: tokens that came to the experts of the rank with most, over the mean; 0 = not known
     expert_load: float = 0.0
 
@@ -286,8 +287,7 @@ class GuardTripped(Event):
 
 @dataclass(frozen=True)
 class GroupRan(Event):
-    """A generation that does not say what its steps are (a script that is restarted) ran until
-    now."""
+    """A generation that does not tell its steps (a script that is restarted) ran until now."""
 
     generation: int
 
