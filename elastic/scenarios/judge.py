@@ -120,7 +120,7 @@ def _orders(lines: Sequence[Line]) -> Iterator[str]:
         for action in actions([line]):
             if line.decision is not None and not line.decision.reason:
                 yield f"{action} without a reason"
-            if line.epoch in over and not isinstance(action, Stop):
+            if line.epoch in over:
                 yield f"{action} is ordered after the end"
             if not isinstance(action, EnterPlan):
                 continue

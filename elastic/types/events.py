@@ -50,8 +50,9 @@ class DriverStarted(Event):
     as released): likewise. `trusts_compared`: an axis that a transition of this run has compared,
     and found right, is not avoided where nothing can be compared (else it is): likewise.
     `redoes_unknown`: where no older copy would tell either, a short run begins anew: likewise.
-    `heeds_dead`: a device that has failed is known, too, where the process that said so had been
-    taken for gone (else it was not heeded): likewise.
+    `heeds_dead`: a failed device is known also where who said so was taken for gone: likewise.
+    `stays_ended`: nothing that is told while the last order waits for storage begins an ended run
+    again (else a plan that is entered then does, and the run is ended twice): likewise.
     """
 
     run: str
@@ -81,13 +82,14 @@ class DriverStarted(Event):
     trusts_compared: bool = False
     redoes_unknown: bool = False
     heeds_dead: bool = False
+    stays_ended: bool = False
 
 
 GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
     "keeps_left", "spares_noticed", "counts_taken", "trusts_compared", "redoes_unknown",
-    "heeds_dead",
+    "heeds_dead", "stays_ended",
 )  # fmt: skip
 
 
@@ -194,8 +196,7 @@ class PlanEntered(Event):
     phases_s: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
     peak_bytes: int = 0
-    # when the old generation finished its last step (backend's clock)
-    left_at_s: float | None = None
+    left_at_s: float | None = None  # when the old generation's last step ended (backend's clock)
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,7 @@ class StepDone(Event):
     imbalance: float = 0.0
     # of the places of all its micro-batches, those that were filled up; 0 = none, or not known
     pad_share: float = 0.0
-    # what the user's own code has told of it, by name
-    logged: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)  # told by the user's code, by name
     # with ep: tokens that came to the experts of the rank with most, over the mean; 0 = not known
     expert_load: float = 0.0
 

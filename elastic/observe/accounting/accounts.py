@@ -267,18 +267,16 @@ class Books:
         event, at_s = change.event, change.at_s
         if isinstance(event, DriverStarted):
             self._started(event, at_s)
-        elif isinstance(event, Decided):
-            self.advance(at_s)
-            self._decided(event, at_s)
         elif event is not None:
-            released = isinstance(event, NodeLost) and event.cause == "released"
-            if self.ended and not released:
-                # what is seen still: the Stop waited for storage till now
+            if self.ended and not _after_the_end(event):
+                # what is seen or ordered still: the Stop waited for storage till now
                 self.at_s, self.ended = self.stopped_at_s, False
                 self.advance(at_s)
                 self.stopped_at_s, self.ended = at_s, True
             self.advance(at_s)
-            if not isinstance(event, StepDone):
+            if isinstance(event, Decided):
+                self._decided(event, at_s)
+            elif not isinstance(event, StepDone):
                 self._seen(event, at_s)
             elif change.after.last_step is event:
                 # else it is one of another generation, or was done before
@@ -511,6 +509,13 @@ class Books:
             for t in found
         ]
         return tuple(sorted(found, key=lambda t: t.generation))
+
+
+def _after_the_end(event: Event) -> bool:
+    """It may come when the Stop was carried out: nothing was paid till then."""
+    if isinstance(event, Decided):
+        return not event.decision.actions
+    return isinstance(event, NodeLost) and event.cause == "released"
 
 
 def _entering(plan: Plan) -> str:

@@ -20,13 +20,14 @@ from elastic.policy.state.state import PoolSeen as PoolSeen
 from elastic.policy.state.state import Request as Request
 from elastic.policy.state.state import State as State
 from elastic.types import Decided, DriverStarted, Event, Quiesced, StepDone
+from elastic.types.replacing import replace
 
 
 def fold(state: State, event: Event, at_s: float) -> State:
     """The state after `event`, which became known at `at_s`. By a decision without orders only the
     bill continues."""
     if isinstance(event, StepDone):
-        return step_done(state, event, at_s)
+        return _still_ended(state, step_done(state, event, at_s))
     if not isinstance(event, Decided):
         handler = HANDLERS.get(type(event))
         # clocks of two drivers may differ: the bill resumes from this one's
@@ -34,7 +35,9 @@ def fold(state: State, event: Event, at_s: float) -> State:
             until_s = at_s if event.attached else state.billed_at_s
             until_s = until_s if event.paid_until_s is None else min(at_s, event.paid_until_s)
             return HANDLERS[DriverStarted](billed(state, until_s), event, at_s)
-        return handler(billed(state, at_s), event, at_s) if handler else state
+        if handler is None:
+            return state
+        return _still_ended(state, handler(billed(state, at_s), event, at_s))
     # also of one without orders: the next driver's clock may be behind this line's
     state = billed(state, at_s)
     for action in event.decision.actions:
@@ -43,12 +46,21 @@ def fold(state: State, event: Event, at_s: float) -> State:
     return state
 
 
+def _still_ended(before: State, state: State) -> State:
+    """The Stop waits for its line to be in storage. What workers tell meanwhile (a plan entered, a
+    group left) is known, and begins nothing: else the driver would decide again once the Stop is
+    carried out."""
+    begun = state.phase != before.phase and before.phase in ENDED and before.stays_ended
+    return replace(state, phase=before.phase) if begun else state
+
+
 def folded(state: State, events: Sequence[tuple[float, Event]]) -> State:
     """The state after these, one after the other."""
     for (kind, at_s), same in groupby(events, key=lambda entry: (type(entry[1]), entry[0])):
         if kind is Quiesced:  # of thousands of workers at a time
             left = [event for _, event in same]
-            state = all_quiesced(billed(state, at_s), cast(Sequence[Quiesced], left), at_s)
+            told = all_quiesced(billed(state, at_s), cast(Sequence[Quiesced], left), at_s)
+            state = _still_ended(state, told)
         else:
             for _, event in same:
                 state = fold(state, event, at_s)

@@ -266,6 +266,7 @@ class State:
     trusts_compared: bool = False  # see DriverStarted
     redoes_unknown: bool = False  # see DriverStarted
     heeds_dead: bool = False  # see DriverStarted
+    stays_ended: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None
@@ -347,8 +348,7 @@ class State:
 
     speeds: Mapping[WorkerId, tuple[Window, ...]] = field(default_factory=dict)  # newest last
     timed_at_s: float = -1.0  # when the newest of them came
-    # what GPUs say of themselves
-    device_notes: Mapping[WorkerId, str] = field(default_factory=dict)
+    device_notes: Mapping[WorkerId, str] = field(default_factory=dict)  # what GPUs say themselves
     shares_ordered: tuple[SetShares, float] | None = None  # not confirmed yet, since when
     shares_moved: tuple[Moved, ...] = ()  # newest last
     stages_moved: tuple[Moved, ...] = ()

@@ -302,6 +302,17 @@ def test_nodes_outside_the_plan_idle_and_the_last_copy_is_saving() -> None:
     assert "other" not in sums
 
 
+def test_a_stop_that_is_ordered_again_tells_until_when_nodes_were_paid_for() -> None:
+    """A plan that was entered while the first one waited for storage had begun the run again."""
+    stop = Stop("succeeded", "x")
+    lines = [*begun(), tick(17.0, step(1, 1)), tick(18.0, orders=(stop,))]
+    lines += [Line(20.0, 1, ((20.0, PlanEntered(1, 1)),)), tick(24.0, orders=(stop,))]
+    state, books = restored(lines), account(lines)
+    assert state is not None and state.usd == pytest.approx(books.totals.usd)
+    assert books.totals.gpu_seconds == pytest.approx((24.0 - 10.0) * 4)
+    assert account([*lines, tick(99.0)]).gpu_seconds == books.gpu_seconds
+
+
 def test_hours_in_which_no_driver_ran_are_no_part_of_the_rate() -> None:
     lines = [*begun(), tick(17.0, step(1, 1)), tick(18.0, step(1, 2))]
     later = 18.0 + 3600

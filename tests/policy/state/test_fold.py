@@ -6,13 +6,14 @@ import math
 from dataclasses import replace
 
 import pytest
-from support.policy.story import SPOT, Story, job
+from support.policy.script_story import three
+from support.policy.story import SPOT, Story, job, orders
 
 from elastic.driver import restored
 from elastic.ledger.journal import Line, plain
 from elastic.observe.accounting.accounts import account
 from elastic.policy.pools import hard_limits
-from elastic.policy.state.fold import State, changes, fold
+from elastic.policy.state.fold import State, changes, fold, folded
 from elastic.types import (
     Copy,
     CopyStored,
@@ -32,6 +33,8 @@ from elastic.types import (
     RequestFailed,
     Silent,
     StepDone,
+    Stop,
+    StopAsked,
     WorkerFailed,
     WorkerId,
 )
@@ -214,6 +217,40 @@ def test_what_the_last_line_says_is_paid_whatever_the_next_drivers_clock_says() 
         == pytest.approx(sum(account(lines).usd.values()))
         == 2 * SPOT.usd_per_node_h / 60
     )
+
+
+@pytest.mark.parametrize("by_its_first_step", [False, True])
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_plan_that_is_entered_while_the_stop_waits_for_storage_begins_nothing(
+    stays: bool, by_its_first_step: bool
+) -> None:
+    story = Story()
+    story.state = replace(story.state, stays_ended=stays)
+    story.nodes("a", "b")
+    story.tick(after_s=20)
+    story.tick(StopAsked("enough"))
+    assert orders(story.tick(after_s=600), Stop)
+    target = story.state.target
+    assert target is not None and story.state.phase == "stopped"
+    step = StepDone(target.generation, 1, 1.0, 10, 0.1)
+    again = story.tick(step if by_its_first_step else PlanEntered(target.generation, 0))
+    assert story.state.plan == target, "what is told is known all the same"
+    assert len(orders(again, Stop)) == (0 if stays else 1), "the run is ended twice"
+
+
+@pytest.mark.parametrize(("stays", "phase"), [(False, "waiting"), (True, "stopped")])
+def test_a_script_that_leaves_its_group_late_has_ended_all_the_same(
+    stays: bool, phase: str
+) -> None:
+    story = three()
+    story.state = replace(story.state, stays_ended=stays)
+    story.meet()
+    story.hear(StopAsked("enough"))
+    story.wait(3600)  # it goes on training
+    plan = story.state.plan
+    assert plan is not None and story.stop.outcome == story.state.phase == "stopped"
+    told = [(story.now_s, Quiesced(worker, plan.generation, 0)) for worker in plan.ranks]
+    assert folded(story.state, told).phase == phase
 
 
 def test_a_number_that_is_none_rolls_back_once_then_ends_the_run() -> None:

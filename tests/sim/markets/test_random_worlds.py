@@ -107,6 +107,8 @@ def test_what_breaks_a_rule_is_said() -> None:
     assert "the ledger says" in said(result=dearer)
     again = replace(good.lines[-1], at_s=good.lines[-1].at_s + 1, decision=_orders(good.lines))
     assert "is ordered after the end" in said(lines=[*good.lines, again])
+    twice = replace(good.lines[-1], at_s=good.lines[-1].at_s + 1, events=())
+    assert "is ordered after the end" in said(lines=[*good.lines, twice])
 
 
 def _orders(lines: list[Line]) -> Decision:

@@ -31,7 +31,7 @@ model = transformers.BertForMaskedLM(transformers.BertConfig(
 trainer = transformers.Trainer(
     model=model,
     args=transformers.TrainingArguments(
-        output_dir="out", max_steps=STEPS, per_device_train_batch_size=12, learning_rate=1e-2,
+        output_dir="OUT", max_steps=STEPS, per_device_train_batch_size=12, learning_rate=1e-2,
         disable_tqdm=True, use_cpu=True,
     ),
     train_dataset=[{"input_ids": row} for row in ids],
@@ -44,7 +44,7 @@ elastic.prepare_trainer(trainer, global_batch=12).train()
 @pytest.mark.e2e
 def test_words_are_masked_alike_in_every_layout(pool: Pool, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("STEPS", str(STEPS)))
+    script.write_text(SCRIPT.replace("STEPS", str(STEPS)).replace("OUT", str(tmp_path / "out")))
 
     def losses(name: str, *layouts: Layout) -> list[float]:
         job: dict[str, Any] = job_of("tiny.py", STEPS) | {"script": str(script), "args": []}
