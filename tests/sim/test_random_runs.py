@@ -48,7 +48,7 @@ BEFORE = 10_000_000
 AS_FOUND = dict.fromkeys(
     (
         "expects_measured", "spends_slack", "dates_budget", "bounds_deaths", "saves_in_any",
-        "begins_anew", "redoes_unknown",
+        "begins_anew", "redoes_unknown", "asks_beside",
     ),
     False,
 )  # fmt: skip
