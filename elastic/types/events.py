@@ -17,8 +17,7 @@ class Event:
 
 @dataclass(frozen=True)
 class DriverStarted(Event):
-    """All that the policy and a replay need: the job and the pools as plain data, the model and
-    hardware profiles.
+    """All that policy and replay need: job and pools as plain data, model and hardware profiles.
 
     `attached`: a driver was here before; its journal has been folded and its workers may still run.
     `durable`: copies found in the run's storage at start. `cut`: lines of earlier drivers are
@@ -26,33 +25,33 @@ class DriverStarted(Event):
     driver before may have been paid for, whatever this one's clock says; None = until it attached,
     or no longer than that driver lived. `forms_ahead`: groups of an announced change are made while
     the generation before it trains. `expects_measured`: a step of a plan is expected to take what
-    steps of such plans took in this run (else as the newest one, scaled: journals of drivers that
-    knew nothing else). `spends_slack`: on-demand nodes stand in for spot when the slack of the
-    deadline is spent (else at even progress), reclaims that come at once count as one (else each by
-    itself), and pools are compared by the price of what they compute (else by that of a GPU):
-    likewise. `dates_budget`: the wish of a spent budget to stop is as old as what it comes of (else
-    as new as each look): likewise. `bounds_deaths`: processes that die one after another while no
-    step is done end the run (else nodes are replaced for ever): likewise. `saves_in_any`: what only
-    memory holds when a run is to stop is saved in whatever layout the nodes that are there can
-    enter (else in one that the job allows): likewise. `leaves_out`: of nodes that reach the driver
-    and not each other some are left out (else attempts to meet end the run): likewise.
-    `begins_anew`: a run that stores checkpoints and has lost its state before the first one begins
-    anew, whatever that costs (else it ends, where that is much): likewise. `waits_to_save`: the
-    checkpoint of the last step is tried for `orphan_lease_s` (else a few times): likewise.
-    `saves_again`: so is that of a stop, as far as budget and deadline allow (else the run ends at
-    the first one that is refused): likewise. `blames_program`: a step that breaks again and again,
-    while those before it are redone each time, ends the run (else its nodes are quarantined):
-    likewise. `keeps_left`: on-demand nodes that were to be left for spot and train on count as
+    steps of such plans took in this run (else as the newest one, scaled). From here on: `else` is
+    for journals of older drivers. `spends_slack`: on-demand nodes stand in for spot when the slack
+    of the deadline is spent (else at even progress), reclaims that come at once count as one (else
+    each by itself), and pools are compared by the price of what they compute (else by that of a
+    GPU). `dates_budget`: the wish of a spent budget to stop is as old as what it comes of (else as
+    new as each look). `bounds_deaths`: processes that die one after another while no step is done
+    end the run (else nodes are replaced for ever). `saves_in_any`: what only memory holds when a
+    run is to stop is saved in whatever layout the nodes that are there can enter (else in one that
+    the job allows). `leaves_out`: of nodes that reach the driver and not each other some are left
+    out (else attempts to meet end the run). `begins_anew`: a run that stores checkpoints and has
+    lost its state before the first one begins anew, whatever that costs (else it ends, where that
+    is much). `waits_to_save`: the checkpoint of the last step is tried for `orphan_lease_s` (else a
+    few times). `saves_again`: so is that of a stop, as far as budget and deadline allow (else the
+    run ends at the first one that is refused). `blames_program`: a step that breaks again and
+    again, while those before it are redone each time, ends the run (else its nodes are
+    quarantined). `keeps_left`: on-demand nodes that were to be left for spot and train on count as
     others do, and what a plan takes in is not released (else they are left as soon as any other
-    node is prepared, which may be released at once): likewise. `spares_noticed`: a process that
-    dies on a node with a notice is not counted by `bounds_deaths` (else it is): likewise.
-    `counts_taken`: a node that is being left or released and is in fact taken counts as taken (else
-    as released): likewise. `trusts_compared`: an axis that a transition of this run has compared,
-    and found right, is not avoided where nothing can be compared (else it is): likewise.
-    `redoes_unknown`: where no older copy would tell either, a short run begins anew: likewise.
-    `heeds_dead`: a failed device is known also where who said so was taken for gone: likewise.
-    `stays_ended`: nothing that is told while the last order waits for storage begins an ended run
-    again (else a plan that is entered then does, and the run is ended twice): likewise.
+    node is prepared, which may be released at once). `spares_noticed`: a process that dies on a
+    node with a notice is not counted by `bounds_deaths` (else it is). `counts_taken`: a node that
+    is being left or released and is in fact taken counts as taken (else as released).
+    `trusts_compared`: an axis that a transition of this run has compared, and found right, is not
+    avoided where nothing can be compared (else it is). `redoes_unknown`: where no older copy would
+    tell either, a short run begins anew. `asks_beside`: on-demand nodes for the deadline are asked
+    for beside spot nodes that start (else these take their room), and patience with a request lasts
+    until a node of it is prepared (else until one comes). `heeds_dead`: a failed device is known
+    also where who said so was taken for gone. `stays_ended`: nothing that is told while the last
+    order waits for storage begins an ended run again (else a plan that is entered then does).
     """
 
     run: str
@@ -83,13 +82,14 @@ class DriverStarted(Event):
     redoes_unknown: bool = False
     heeds_dead: bool = False
     stays_ended: bool = False
+    asks_beside: bool = False
 
 
 GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
     "keeps_left", "spares_noticed", "counts_taken", "trusts_compared", "redoes_unknown",
-    "heeds_dead", "stays_ended",
+    "heeds_dead", "stays_ended", "asks_beside",
 )  # fmt: skip
 
 
@@ -162,8 +162,7 @@ class NodeWarned(Event):
 
 @dataclass(frozen=True)
 class NodeLost(Event):
-    """The node and all its workers are gone. `cause`: why it is believed so ('released' = released
-    by us)."""
+    """The node and all its workers are gone. `cause`: why, as is believed ('released' = by us)."""
 
     node_id: str
     cause: str = ""

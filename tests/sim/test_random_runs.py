@@ -53,7 +53,7 @@ SINCE = {2721370, 2721888}  # below it, and found by what drivers decide by toda
 AS_FOUND = dict.fromkeys(
     (
         "expects_measured", "spends_slack", "dates_budget", "bounds_deaths", "saves_in_any",
-        "begins_anew", "redoes_unknown",
+        "begins_anew", "redoes_unknown", "asks_beside",
     ),
     False,
 )  # fmt: skip

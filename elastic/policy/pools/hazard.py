@@ -194,9 +194,10 @@ def unanswered(state: State, pool: str) -> State:
 
 
 def gave(state: State, node: Node, asked_s: float, *, at_s: float) -> State:
-    """A node has come; how it starts is waited for."""
+    """A node has come; how it starts is waited for. The rest of its request has as much time as
+    before, until it is prepared, which tells what time a start takes."""
     seen = of(state, node.pool)
-    if seen.unanswered:
+    if seen.unanswered and not state.asks_beside:
         seen = replace(seen, unanswered=0)
         state = _with(state, node.pool, seen)
     if seen.dry_since_s is not None:
@@ -215,11 +216,10 @@ def started(state: State, node: Node, at_s: float) -> State:
         return state
     seen, took_s = of(state, node.pool), at_s - state.born[node.node_id]
     state = replace(state, born=less(state.born, node.node_id))
-    state = _with(
-        state,
-        node.pool,
-        replace(seen, start_s=0.5 * (seen.start_s + took_s) if seen.start_s else took_s, deaths=0),
-    )
+    mean_s = 0.5 * (seen.start_s + took_s) if seen.start_s else took_s
+    unanswered = 0 if state.asks_beside else seen.unanswered
+    found = replace(seen, start_s=mean_s, deaths=0, unanswered=unanswered)
+    state = _with(state, node.pool, found)
     bad = state.backoff.get(node.pool)
     return without_backoff(state, node.pool) if bad and bad.deaths else state
 

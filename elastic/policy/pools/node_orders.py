@@ -141,7 +141,7 @@ def _request(state: State, now_s: float) -> Decision:
     """Fill the pools as the mix wants it, up to the job's bounds, what its layout can use, and what
     the budget bears."""
     wanted, need = pool_allocation.pool_demands(state, now_s)
-    book = _Book(state, now_s)
+    book = _Book(state, now_s, beside=need.beside)
     for request in state.requests.values():
         book.withdraw(request)
     for want in wanted:
@@ -153,9 +153,9 @@ def _request(state: State, now_s: float) -> Decision:
 
 
 class _Book:
-    """Counts what is there, coming and asked for now."""
+    """Counts what is there, coming and asked for now. `beside`: see OnDemandNeed."""
 
-    def __init__(self, state: State, now_s: float) -> None:
+    def __init__(self, state: State, now_s: float, *, beside: int | None) -> None:
         self.state, self.now_s = state, now_s
         self.actions: list[RequestNodes] = []
         self.reasons: list[str] = []
@@ -178,6 +178,7 @@ class _Book:
         for name, (n, _) in state.there.items():
             self.have[name] = self.have.get(name, 0) + n
         self.stand_in = pool_allocation.stand_in_workers(state, now_s)
+        self.beside = beside
 
     def withdraw(self, request: Request) -> None:
         """A request that nobody answers is taken back: the pool counts as one that said no."""
@@ -195,7 +196,8 @@ class _Book:
     def ask(self, want: pool_allocation.PoolDemand) -> None:
         pool, state = want.pool, self.state
         have, gpus = self.have[pool.name], max(1, pool.gpus_per_node)
-        workers = self.workers + (self.stand_in if pool.market_type != "on-demand" else 0)
+        more = self.beside or 0 if pool.market_type == "on-demand" else self.stand_in
+        workers = self.workers + more
         n = int(min(want.nodes - have, self.nodes, ceil(workers / gpus) if workers < inf else inf))
         backoff = state.backoff.get(pool.name)
         if n <= 0 or pool.name in self.closed:
@@ -240,6 +242,8 @@ class _Book:
         self.have[pool.name] += n
         self.nodes -= n
         self.workers -= n * pool.gpus_per_node
+        if self.beside is not None and pool.market_type != "on-demand":
+            self.beside += n * pool.gpus_per_node
         self.usd_per_h += n * pool.usd_per_node_h
 
 

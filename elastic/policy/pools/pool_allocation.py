@@ -8,7 +8,7 @@ worth, or while the deadline needs them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from elastic.errors import InfeasiblePlan
@@ -44,13 +44,16 @@ class PoolDemand:
 @dataclass(frozen=True)
 class OnDemandNeed:
     """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of
-    them; `urgent`: they are asked for before spot."""
+    them; `urgent`: they are asked for before spot. `beside`: workers of nodes that still start and
+    are not counted, beside which they are asked for although the job can use no more; None = of
+    none, whatever is asked for now."""
 
     workers: int = 0
     why: str = ""
     wakes: tuple[float, ...] = ()
     note: str = ""
     urgent: bool = False
+    beside: int | None = None
 
 
 def cheapest(state: State) -> bool:
@@ -289,7 +292,7 @@ def fall_back(state: State, now_s: float) -> OnDemandNeed:
     by_minimum, by_deadline = _for_minimum(state, fixed, now_s), _for_deadline(state, fixed, now_s)
     wakes = (*by_minimum.wakes, *by_deadline.wakes)
     most = max(by_deadline, by_minimum, key=lambda need: need.workers)
-    return OnDemandNeed(most.workers, most.why, wakes, by_minimum.note, most.urgent)
+    return replace(most, wakes=wakes, note=by_minimum.note)
 
 
 def on_demand_workers(state: State, fixed: Sequence[Pool], now_s: float | None = None) -> int:
@@ -458,7 +461,9 @@ def _by_slack(
     look_s = max(deadline.LOOK_LEAST_S, min(turns_s, default=slack.LOOK_S))
     wakes = (now_s + look_s,)
     if spare.behind:
-        return OnDemandNeed(missing, str(spare), wakes, urgent=spare.last_call)
+        starting = cheap_workers(state, now_s) - sum(node.gpus for node in ready)
+        beside = max(0, starting) if state.asks_beside else None
+        return OnDemandNeed(missing, str(spare), wakes, urgent=spare.last_call, beside=beside)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
     kept = 0 if spare.ahead else min(have, missing)
     return OnDemandNeed(kept, f"{spare}: still kept" if kept else "", wakes)

@@ -140,6 +140,20 @@ def test_an_unanswered_request_is_waited_for_twice_as_long_the_next_time() -> No
     assert pool_allocation.patience_s(told.state, "spot") == 360.0
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_rest_of_a_request_is_waited_for_when_its_first_node_comes_late(flag: bool) -> None:
+    """The second request is waited for for 720 s; its two nodes come 400 s after it."""
+    told = story(Pool("spot", "CPU", 1, "spot", 1.0, 0, 2))
+    told.state = replace(told.state, asks_beside=flag)
+    told.tick(after_s=360.1)
+    told.tick(after_s=30.1)
+    assert asked(told) == {"spot": 2}
+    told.tick(NodeReady(Node("a", "spot")), after_s=400.0)
+    assert asked(told) == ({} if flag else {"spot": 0})
+    told.tick(NodePrepared("a"), after_s=50.0)
+    assert pool_allocation.patience_s(told.state, "spot") == (900.0 if flag else 1800.0)
+
+
 # ------------------------------------------------------------------------------------ too few nodes
 
 

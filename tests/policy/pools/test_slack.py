@@ -11,6 +11,7 @@ from support.policy.story import Story, orders
 from elastic.policy.copies.cadence import durable_every
 from elastic.policy.pools import deadline, hazard, pool_allocation, release, slack
 from elastic.policy.state.fold import PoolSeen, State
+from elastic.policy.state.state import Request
 from elastic.types import (
     DrainNode,
     EnterPlan,
@@ -145,6 +146,22 @@ def test_nodes_on_demand_stay_until_spot_nodes_are_prepared() -> None:
     assert need(story).workers == 4
     story.tick(*(NodePrepared(name) for name in "wxyz"))
     assert need(story).workers == 0
+
+
+@pytest.mark.parametrize(("flag", "n"), [(True, 2), (False, 0)])
+@pytest.mark.parametrize("before", [True, False])
+def test_spot_nodes_that_start_leave_room_for_nodes_on_demand(
+    before: bool, flag: bool, n: int
+) -> None:
+    """The job can use four workers, and two work: two spot nodes that were asked for, `before` or
+    in the same decision, may yet be taken while they start."""
+    story = told(5.0, "a", "b")
+    request = Request("r", "spot", 2, story.now_s)
+    story.state = replace(story.state, requests={"r": request} if before else {}, asks_beside=flag)
+    ordered = orders(story.tick(), RequestNodes)
+    assert sum(order.count for order in ordered if order.pool == "fixed") == n
+    assert sum(order.count for order in ordered if order.pool == "spot") == (0 if before else 2)
+    assert not orders(story.tick(), RequestNodes), "they are counted among those on demand"
 
 
 def test_they_are_kept_until_the_lead_is_wide() -> None:
