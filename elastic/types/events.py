@@ -52,6 +52,7 @@ class DriverStarted(Event):
     until a node of it is prepared (else until one comes). `heeds_dead`: a failed device is known
     also where who said so was taken for gone. `stays_ended`: nothing that is told while the last
     order waits for storage begins an ended run again (else a plan that is entered then does).
+    `outlives_notice`: a node there behind its deadline when a driver comes has none (else it has).
     """
 
     run: str
@@ -83,13 +84,14 @@ class DriverStarted(Event):
     heeds_dead: bool = False
     stays_ended: bool = False
     asks_beside: bool = False
+    outlives_notice: bool = False
 
 
 GATES = (  # of DriverStarted: what drivers decide by that are new enough
     "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
     "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
     "keeps_left", "spares_noticed", "counts_taken", "trusts_compared", "redoes_unknown",
-    "heeds_dead", "stays_ended", "asks_beside",
+    "heeds_dead", "stays_ended", "asks_beside", "outlives_notice",
 )  # fmt: skip
 
 
@@ -247,8 +249,7 @@ class StepDone(Event):
     copy_s: float = 0.0
     grad_norm: float = 0.0
     digest: str = ""  # of the sample ids of this step
-    # its samples are used up, its update was left out: a guard, or an overflow of float16
-    skipped: bool = False
+    skipped: bool = False  # its samples are used up, its update was left out (guard, overflow)
     # tokens per sample of the rank that had the most, over the mean of the step; 0 = not known
     imbalance: float = 0.0
     # of the places of all its micro-batches, those that were filled up; 0 = none, or not known

@@ -41,6 +41,7 @@ KEPT = (
     200057,
     2721370,
     2721888,
+    2800465,
     9715164,
     9715810,
     24113040,
@@ -49,7 +50,7 @@ KEPT = (
 
 # what drivers decide by since the seeds below BEFORE were found
 BEFORE = 10_000_000
-SINCE = {2721370, 2721888}  # below it, and found by what drivers decide by today
+SINCE = {2721370, 2721888, 2800465}  # below it, and found by what drivers decide by today
 AS_FOUND = dict.fromkeys(
     (
         "expects_measured", "spends_slack", "dates_budget", "bounds_deaths", "saves_in_any",

@@ -179,6 +179,9 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
     node, state = event.node, seen(state, event.node.node_id)
     known = state.nodes.get(node.node_id)
     if known is not None and known.status not in ("lost", "pending"):
+        over = known.deadline_s is not None and known.deadline_s < at_s
+        if over and state.outlives_notice:  # it was to be taken while no driver listened
+            return _notice_withdrawn(state, NoticeWithdrawn(node.node_id), at_s)
         return state
     state = forget(state, node.node_id)
     requests = dict(state.requests)

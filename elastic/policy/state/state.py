@@ -213,8 +213,7 @@ class State:
 
     # in order of arrival; lost ones stay, with their status
     nodes: Mapping[str, Node] = field(default_factory=dict)
-    # nodes whose workers all live and have imported the program
-    prepared: frozenset[str] = frozenset()
+    prepared: frozenset[str] = frozenset()  # their workers live and have imported the program
     prepared_at_s: float = 0.0  # when the last node was prepared
     # node -> when it was asked, or has made progress last
     preparing: Mapping[str, float] = field(default_factory=dict)
@@ -268,6 +267,7 @@ class State:
     heeds_dead: bool = False  # see DriverStarted
     stays_ended: bool = False  # see DriverStarted
     asks_beside: bool = False  # see DriverStarted
+    outlives_notice: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None

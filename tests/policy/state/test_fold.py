@@ -238,6 +238,25 @@ def test_a_plan_that_is_entered_while_the_stop_waits_for_storage_begins_nothing(
     assert len(orders(again, Stop)) == (0 if stays else 1), "the run is ended twice"
 
 
+@pytest.mark.parametrize(
+    ("after_s", "outlives", "status"),
+    [(60, True, "prepared"), (60, False, "draining"), (10, True, "draining")],
+)
+def test_a_node_that_a_driver_finds_there_behind_its_deadline_has_no_notice(
+    after_s: float, outlives: bool, status: str
+) -> None:
+    """It was withdrawn while nobody listened; one that may still come is another matter."""
+    story = Story()
+    story.state = replace(story.state, outlives_notice=outlives)
+    story.running("a", "b")
+    story.tick(Notice("b", story.now_s + 30))
+    found = story.state.nodes["b"]
+    there = NodeReady(replace(found, status="ready", deadline_s=None))
+    state = fold(story.state, there, story.now_s + after_s)
+    assert state.nodes["b"].status == status
+    assert (state.nodes["b"].deadline_s is None) == (status == "prepared")
+
+
 @pytest.mark.parametrize(("stays", "phase"), [(False, "waiting"), (True, "stopped")])
 def test_a_script_that_leaves_its_group_late_has_ended_all_the_same(
     stays: bool, phase: str
