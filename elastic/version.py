@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import cache
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -18,13 +19,20 @@ def python_path(*first: str) -> str:
     return os.pathsep.join(dict.fromkeys(filter(None, (*first, str(PACKAGE.parent), *given))))
 
 
-def versions() -> dict[str, str]:
-    """Builds of torch for CPU and for CUDA count as one."""
+@cache
+def version_of(package: str) -> str:
+    """Of what is installed; '' = nothing by that name is. The file system is asked once."""
     from importlib import metadata
 
-    found = {"elastic": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     try:
-        found["torch"] = metadata.version("torch").partition("+")[0]
-    except metadata.PackageNotFoundError:  # the driver's machine may do without
-        pass
+        return metadata.version(package)
+    except (metadata.PackageNotFoundError, ValueError):  # ValueError: it is no package's name
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Builds of torch for CPU and for CUDA count as one."""
+    found = {"elastic": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    if torch := version_of("torch"):  # the driver's machine may do without
+        found["torch"] = torch.partition("+")[0]
     return found

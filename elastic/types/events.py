@@ -50,7 +50,7 @@ class DriverStarted(Event):
     tell either, a short run begins anew. `asks_beside`: on-demand nodes for the deadline are asked
     for beside spot nodes that start (else these take their room), and patience with a request lasts
     until a node of it is prepared (else until one comes). `heeds_dead`: a failed device is known
-    also where who said so was taken for gone. `stays_ended`: nothing that is told while the last
+    also where who said so was taken for gone. `stays_ended`: nothing that is heard while the last
     order waits for storage begins an ended run again (else a plan that is entered then does).
     `outlives_notice`: a node there behind its deadline when a driver comes has none (else it has).
     """

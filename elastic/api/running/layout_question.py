@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO, get_args
@@ -30,7 +29,7 @@ from elastic.program import Program
 from elastic.types import Job, ModelProfile, Pool
 from elastic.types.grid import axes_of
 from elastic.types.typed_job import Axis
-from elastic.version import PACKAGE, python_path
+from elastic.version import PACKAGE, python_path, version_of
 
 if TYPE_CHECKING:
     from elastic.worker.equivalence.layout_check import Verdict
@@ -285,13 +284,6 @@ def _code() -> str:
     ).hexdigest()[:16]
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def _file(asked: Mapping[str, Any]) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.environ.get(PLACE) or f"{base}/elastic/layouts").expanduser()
@@ -314,7 +306,7 @@ def _kept(asked: Mapping[str, Any]) -> Verdict | None:
     same = all(
         digest_of_file(folder / name) == digest for name, digest in (found.files or {}).items()
     )
-    same = same and all(_version(name) == its for name, its in (found.packages or {}).items())
+    same = same and all(version_of(name) == its for name, its in (found.packages or {}).items())
     return found if same else None
 
 

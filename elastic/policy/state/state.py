@@ -288,7 +288,7 @@ class State:
     entered_step: int = 0
     last_step: StepDone | None = None
     last_step_at_s: float = 0.0
-    busy_at_s: float = 0.0  # when the plan's rank 0 last said that it gets on between steps
+    busy_at_s: float = 0.0  # when rank 0 last said that it makes progress between steps
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
     measured: tuple[MeasuredSteps, ...] = ()  # by plan, the newest last

@@ -17,8 +17,7 @@ import sysconfig
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from elastic.data.streams import N_POSITIONS, with_stream
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
-from elastic.version import PACKAGE
+from elastic.version import PACKAGE, version_of
 from elastic.worker.equivalence.compare_values import (
     FAMILIES,
     OF_A_PROGRAM,
@@ -451,19 +450,10 @@ def files_of(program: str | Path) -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of what is installed and imported."""
+    """Versions of what is installed and imported; the program's own modules have none."""
     imported = {module.partition(".")[0] for module in list(sys.modules)}
-    found = {name: _version(name) for name in imported - sys.stdlib_module_names}
-    return {name: known for name, known in found.items() if known}
-
-
-@cache
-def _version(name: str) -> str:
-    """'' = the program's own module, or one of a package of another name."""
-    try:
-        return version(name)
-    except (PackageNotFoundError, ValueError):
-        return ""
+    found = {name: version_of(name) for name in imported - sys.stdlib_module_names}
+    return {name: version for name, version in found.items() if version}
 
 
 def main(arguments: Iterable[str], function: TrainFunction | None = None) -> int:

@@ -268,15 +268,9 @@ class _OwnTensors(TorchDispatchMode):
     hook or a list that kept it would train nothing, without a word."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        for value in (*args, *given.values()):
-            # nearly all are tensors and numbers
-            if isinstance(value, torch.Tensor):
-                if value.is_meta:
-                    raise _ForeignTensor
-            elif isinstance(value, list | tuple) and any(x.is_meta for x in tensors_in(value)):
-                raise _ForeignTensor
-        return func(*args, **given)
+        if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            raise _ForeignTensor
+        return func(*args, **(kwargs or {}))
 
 
 def _place(error: Exception) -> str:

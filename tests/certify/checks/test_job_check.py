@@ -24,7 +24,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.whole  # api/running/test_layout_question.py has the answers
-@pytest.mark.e2e
 def test_certify_says_it_of_each_axis_and_fails_where_the_job_names_one_that_is_wrong(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -234,7 +234,7 @@ def test_a_plan_that_is_entered_while_the_stop_waits_for_storage_begins_nothing(
     assert target is not None and story.state.phase == "stopped"
     step = StepDone(target.generation, 1, 1.0, 10, 0.1)
     again = story.tick(step if by_its_first_step else PlanEntered(target.generation, 0))
-    assert story.state.plan == target, "what is told is known all the same"
+    assert story.state.plan == target, "what is heard is known all the same"
     assert len(orders(again, Stop)) == (0 if stays else 1), "the run is ended twice"
 
 
