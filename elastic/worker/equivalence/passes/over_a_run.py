@@ -37,7 +37,7 @@ STEPS, RATE = 24, 1e-2  # of training: enough for a few samples to be learned, a
 TRAINING_FLOP = 3e10
 TRAINING_S = 5.0  # of a program that waits, or is slow for other reasons than its products
 AHEAD = (100, 1_000, 10_000, 100_000)  # passes that a counting buffer is set on by
-# about a day, with half a minute and half an hour, or half an hour and half a day: what a clock turns
+# about a day, with half a minute and half an hour, or half an hour and half a day besides
 LATER_S, CLOCKS = (88_230.0, 131_400.0), ("time", "monotonic", "perf_counter")
 
 
