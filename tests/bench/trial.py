@@ -20,6 +20,7 @@ from elastic import api
 from elastic.cluster.ray import processes
 from elastic.ledger.journal import Line, read
 from elastic.storage import open_storage
+from elastic.worker.process.environment import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).resolve().parent / "job" / "program.py"
@@ -154,6 +155,7 @@ class Trial:
                 [sys.executable, "-m", "elastic", "run", str(job), "--run-name", "bench", "--local",
                 "--json", *self.words], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                preexec_fn=die_with_parent,  # a bench that is killed leaves no run behind
             )  # fmt: skip
         self.trees.append(Tree(self.process.pid))
 
