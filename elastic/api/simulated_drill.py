@@ -18,7 +18,7 @@ from elastic.observe.run_view import view_of
 from elastic.sim.markets.drilled_run import checked, drilled_run
 from elastic.sim.scripted_faults import Delays
 from elastic.types import parse_layout
-from elastic.types.events import newest_gates
+from elastic.types.gates import newest_gates
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.types.admission import Admission
+from elastic.types.gates import Gates
 from elastic.types.nouns import Copy, FailureKind, Holding, Node, Plan, Pool, WorkerId
 from elastic.types.profiles import HardwareProfile, ModelProfile, SampleProfile
 
@@ -16,43 +17,14 @@ class Event:
 
 
 @dataclass(frozen=True)
-class DriverStarted(Event):
+class DriverStarted(Gates, Event):
     """All that policy and replay need: job and pools as plain data, model and hardware profiles.
 
     `attached`: a driver was here before; its journal has been folded and its workers may still run.
     `durable`: copies found in the run's storage at start. `cut`: lines of earlier drivers are
     missing before this one, in one sentence; '' = none. `paid_until_s`: until when nodes of the
     driver before may have been paid for, whatever this one's clock says; None = until it attached,
-    or no longer than that driver lived. `forms_ahead`: groups of an announced change are made while
-    the generation before it trains. `expects_measured`: a step of a plan is expected to take what
-    steps of such plans took in this run (else as the newest one, scaled). From here on: `else` is
-    for journals of older drivers. `spends_slack`: on-demand nodes stand in for spot when the slack
-    of the deadline is spent (else at even progress), reclaims that come at once count as one (else
-    each by itself), and pools are compared by the price of what they compute (else by that of a
-    GPU). `dates_budget`: the wish of a spent budget to stop is as old as what it comes of (else as
-    new as each look). `bounds_deaths`: processes that die one after another while no step is done
-    end the run (else nodes are replaced for ever). `saves_in_any`: what only memory holds when a
-    run is to stop is saved in whatever layout the nodes that are there can enter (else in one that
-    the job allows). `leaves_out`: of nodes that reach the driver and not each other some are left
-    out (else attempts to meet end the run). `begins_anew`: a run that stores checkpoints and has
-    lost its state before the first one begins anew, whatever that costs (else it ends, where that
-    is much). `waits_to_save`: the checkpoint of the last step is tried for `orphan_lease_s` (else a
-    few times). `saves_again`: so is that of a stop, as far as budget and deadline allow (else the
-    run ends at the first one that is refused). `blames_program`: a step that breaks again and
-    again, while those before it are redone each time, ends the run (else its nodes are
-    quarantined). `keeps_left`: on-demand nodes that were to be left for spot and train on count as
-    others do, and what a plan takes in is not released (else they are left as soon as any other
-    node is prepared, which may be released at once). `spares_noticed`: a process that dies on a
-    node with a notice is not counted by `bounds_deaths` (else it is). `counts_taken`: a node that
-    is being left or released and is in fact taken counts as taken (else as released).
-    `trusts_compared`: an axis that a transition of this run has compared, and found right, is not
-    avoided where nothing can be compared (else it is). `redoes_unknown`: where no older copy would
-    tell either, a short run begins anew. `asks_beside`: on-demand nodes for the deadline are asked
-    for beside spot nodes that start (else these take their room), and patience with a request lasts
-    until a node of it is prepared (else until one comes). `heeds_dead`: a failed device is known
-    also where who said so was taken for gone. `stays_ended`: nothing that is heard while the last
-    order waits for storage begins an ended run again (else a plan that is entered then does).
-    `outlives_notice`: a node there behind its deadline when a driver comes has none (else it has).
+    or no longer than that driver lived.
     """
 
     run: str
@@ -65,39 +37,6 @@ class DriverStarted(Event):
     durable: tuple[Copy, ...] = ()
     cut: str = ""
     paid_until_s: float | None = None
-    forms_ahead: bool = False
-    expects_measured: bool = False
-    spends_slack: bool = False
-    dates_budget: bool = False
-    bounds_deaths: bool = False
-    saves_in_any: bool = False
-    leaves_out: bool = False
-    begins_anew: bool = False
-    waits_to_save: bool = False
-    blames_program: bool = False
-    saves_again: bool = False
-    keeps_left: bool = False
-    spares_noticed: bool = False
-    counts_taken: bool = False
-    trusts_compared: bool = False
-    redoes_unknown: bool = False
-    heeds_dead: bool = False
-    stays_ended: bool = False
-    asks_beside: bool = False
-    outlives_notice: bool = False
-
-
-GATES = (  # of DriverStarted: what drivers decide by that are new enough
-    "forms_ahead", "expects_measured", "spends_slack", "dates_budget", "bounds_deaths",
-    "saves_in_any", "leaves_out", "begins_anew", "waits_to_save", "saves_again", "blames_program",
-    "keeps_left", "spares_noticed", "counts_taken", "trusts_compared", "redoes_unknown",
-    "heeds_dead", "stays_ended", "asks_beside", "outlives_notice",
-)  # fmt: skip
-
-
-def newest_gates(**others: bool) -> dict[str, Any]:
-    """Of a DriverStarted, as a driver of today has them, but for `others`."""
-    return dict.fromkeys(GATES, True) | others
 
 
 @dataclass(frozen=True)

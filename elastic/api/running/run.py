@@ -55,7 +55,7 @@ from elastic.types import (
     StepDone,
     WorkerFailed,
 )
-from elastic.types.events import newest_gates
+from elastic.types.gates import newest_gates
 from elastic.version import PACKAGE
 from elastic.worker.hosting.resume_checks import (
     FoundCopies,

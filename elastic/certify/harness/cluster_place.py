@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.certify.harness.place import CPU_RANKS, MOST_RANKS, Place
 from elastic.errors import SpecError
-from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
+from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
 
 if TYPE_CHECKING:
     from elastic.cluster.nodes.providers import RayNode

@@ -18,7 +18,7 @@ import yaml
 
 from elastic.cluster.ray import processes
 from elastic.types import Pool
-from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
+from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
 MONITOR = "/autoscaler/v2/monitor.py"
 

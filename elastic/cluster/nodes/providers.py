@@ -17,7 +17,7 @@ from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible
 from elastic.cluster.ray import processes
 from elastic.text import n_of
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
-from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
+from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
 NODE_LABEL = "elastic-node"
 

@@ -20,7 +20,7 @@ import ray
 import ray.train
 
 from elastic.errors import SpecError
-from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
+from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
 
 POOL = "workers"  # where the job names none
 DEPRECATED = "DEPRECATED"

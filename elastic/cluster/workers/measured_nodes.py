@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.workers import remote_processes
 from elastic.errors import CloudFailed, ElasticError, NoCapacity
-from elastic.types.node_labels import ACCELERATOR_LABEL
+from elastic.types.nouns import ACCELERATOR_LABEL
 from elastic.worker.profile.measure import MeasureRequest, accelerator_here, measure
 
 # beyond the time that measuring takes: for GPUs that others use, and for Ray's worker to start

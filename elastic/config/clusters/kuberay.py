@@ -18,7 +18,7 @@ from elastic.config.clusters.kuberay_schema import problems_of_schema
 from elastic.config.clusters.pools import pools_of
 from elastic.config.strict_model import USD_MOST, finite, listed, mapping, whole
 from elastic.types import MarketType
-from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
+from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
 KINDS = ("RayCluster", "RayJob")
 GPU_KEYS = ("nvidia.com/gpu", "amd.com/gpu")

@@ -10,7 +10,7 @@ from elastic import catalog
 from elastic.config.clusters.cluster_file import CLOUDS, ClusterNodeType, Problem
 from elastic.config.clusters.elastic_section import PLACE, Own, OwnPool
 from elastic.types import Pool
-from elastic.types.node_labels import ACCELERATOR_LABEL
+from elastic.types.nouns import ACCELERATOR_LABEL
 
 # Seconds between a spot notice and the end: AWS 2 minutes, Google Cloud and Azure 30 s, as their
 # documents say.

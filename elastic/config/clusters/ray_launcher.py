@@ -16,7 +16,7 @@ from elastic.config.clusters.elastic_section import Own, own_section
 from elastic.config.clusters.pools import head_usd_per_h, pools_of
 from elastic.config.strict_model import finite, listed, mapping, whole
 from elastic.types import MarketType
-from elastic.types.node_labels import MARKET_LABEL, REGION_LABEL, ZONE_LABEL
+from elastic.types.nouns import MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
 TYPES: Place = ("available_node_types",)
 LOCAL_TYPE = "local.cluster.node"  # what Ray calls the one node type of provider `local`

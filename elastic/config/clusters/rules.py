@@ -25,7 +25,7 @@ from elastic.config.clusters.elastic_section import PLACE
 from elastic.config.strict_model import listed, mapping
 from elastic.errors import alike, meant
 from elastic.text import n_of
-from elastic.types.node_labels import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
+from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
 Rule = Callable[[ClusterSpec], Iterator[Problem]]
 # Syntax of Kubernetes, which Ray's labels follow (ray/_private/label_utils.py).

@@ -73,7 +73,7 @@ from elastic.types import (
     WorkerId,
     redone_as_before,
 )  # fmt: skip
-from elastic.types.events import GATES
+from elastic.types.gates import gates_of
 from elastic.types.replacing import replace
 
 KEPT_COPIES = 100
@@ -118,7 +118,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     known: dict[str, Any] = {
         "run": event.run, "epoch": event.epoch, "job": in_phase.job_of(state, event, saved),
         "pools": event.pools, "model": model, "hardware": event.hardware, "durable": durable,
-        "billed_at_s": at_s, **{gate: getattr(event, gate) for gate in GATES},
+        "billed_at_s": at_s, **gates_of(event),
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:

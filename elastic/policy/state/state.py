@@ -36,6 +36,7 @@ from elastic.types import (
     StorageSeen,
     WorkerId,
 )  # fmt: skip
+from elastic.types.gates import Gates
 from elastic.types.replacing import derived
 
 Phase = Literal["waiting", "entering", "running", "succeeded", "failed", "stopped"]
@@ -194,7 +195,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class State:
+class State(Gates):
     """Mappings and sets are never changed in place."""
 
     phase: Phase = "waiting"
@@ -248,26 +249,6 @@ class State:
     ordered_at_s: float = 0.0
     plans: Mapping[int, Plan] = field(default_factory=dict)
     failure: Failure | None = None
-    forms_ahead: bool = False  # see DriverStarted
-    expects_measured: bool = False  # see DriverStarted
-    spends_slack: bool = False  # see DriverStarted
-    dates_budget: bool = False  # see DriverStarted
-    bounds_deaths: bool = False  # see DriverStarted
-    saves_in_any: bool = False  # see DriverStarted
-    leaves_out: bool = False  # see DriverStarted
-    begins_anew: bool = False  # see DriverStarted
-    waits_to_save: bool = False  # see DriverStarted
-    blames_program: bool = False  # see DriverStarted
-    saves_again: bool = False  # see DriverStarted
-    keeps_left: bool = False  # see DriverStarted
-    spares_noticed: bool = False  # see DriverStarted
-    counts_taken: bool = False  # see DriverStarted
-    trusts_compared: bool = False  # see DriverStarted
-    redoes_unknown: bool = False  # see DriverStarted
-    heeds_dead: bool = False  # see DriverStarted
-    stays_ended: bool = False  # see DriverStarted
-    asks_beside: bool = False  # see DriverStarted
-    outlives_notice: bool = False  # see DriverStarted
     forming: Forming | None = None
     setup_s: float = 0.0  # that the groups took that were made ahead last; 0 = none were
     aborting: Aborting | None = None

@@ -28,7 +28,7 @@ from elastic.types import (
     SampleProfile,
     StepDone,
 )
-from elastic.types.events import newest_gates
+from elastic.types.gates import newest_gates
 
 COLLECTED_AFTER = 100_000  # new objects
 KEPT_GENERATIONS = 8

@@ -19,7 +19,7 @@ from elastic.config.hardware import PLACE, read_hardware
 from elastic.config.job import load_job
 from elastic.errors import InternalError, NoCapacity, SpecError
 from elastic.types import ModelProfile
-from elastic.types.node_labels import ACCELERATOR_LABEL
+from elastic.types.nouns import ACCELERATOR_LABEL
 from elastic.worker.profile.measure import MeasureRequest
 
 WANTED = MeasureRequest(ModelProfile(1, 1, ()), seconds=1.0, sizes=(1,))

@@ -49,7 +49,7 @@ from elastic.types import (
     WorkerId,
     WrongNumbers,
 )  # fmt: skip
-from elastic.types.events import newest_gates
+from elastic.types.gates import newest_gates
 
 WEATHER = {*STORAGE_KINDS} - {"full"}
 PLANS_KEPT = 16  # as a worker does

@@ -1,0 +1,83 @@
+"""What a driver decides by that drivers before it did not: a gate for each such rule, so that the
+journal of an older driver replays as it was decided.
+
+A new rule is a line here. A driver of today writes all of them as True into DriverStarted, the
+state has them from there, and what the journal of an older driver does not name is False.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gates:
+    """`else`: what a driver without the rule does."""
+
+    # groups of an announced change are made while the generation before it trains
+    forms_ahead: bool = False
+    # a step of a plan is expected to take what steps of such plans took in this run, else as the
+    # newest one, scaled
+    expects_measured: bool = False
+    # on-demand nodes stand in for spot when the slack of the deadline is spent, else at even
+    # progress; reclaims that come at once count as one, else each by itself; pools are compared by
+    # the price of what they compute, else by that of a GPU
+    spends_slack: bool = False
+    # the wish of a spent budget to stop is as old as what it comes of, else as new as each look
+    dates_budget: bool = False
+    # processes that die one after another while no step is done end the run, else nodes are
+    # replaced for ever
+    bounds_deaths: bool = False
+    # what only memory holds when a run is to stop is saved in whatever layout the nodes that are
+    # there can enter, else in one that the job allows
+    saves_in_any: bool = False
+    # of nodes that reach the driver and not each other some are left out, else attempts to meet end
+    # the run
+    leaves_out: bool = False
+    # a run that stores checkpoints and has lost its state before the first one begins anew,
+    # whatever that costs, else it ends, where that is much
+    begins_anew: bool = False
+    # the checkpoint of the last step is tried for `orphan_lease_s`, else a few times
+    waits_to_save: bool = False
+    # a step that breaks again and again, while those before it are redone each time, ends the run,
+    # else its nodes are quarantined
+    blames_program: bool = False
+    # the checkpoint of a stop is tried as far as budget and deadline allow, else the run ends at
+    # the first one that is refused
+    saves_again: bool = False
+    # on-demand nodes that were to be left for spot and train on count as others do, and what a plan
+    # takes in is not released, else they are left as soon as any other node is prepared, which may
+    # be released at once
+    keeps_left: bool = False
+    # a process that dies on a node with a notice is not counted by `bounds_deaths`, else it is
+    spares_noticed: bool = False
+    # a node that is being left or released and is in fact taken counts as taken, else as released
+    counts_taken: bool = False
+    # an axis that a transition of this run has compared, and found right, is not avoided where
+    # nothing can be compared, else it is
+    trusts_compared: bool = False
+    # where no older copy would tell either, a short run begins anew
+    redoes_unknown: bool = False
+    # a failed device is known also where who said so was taken for gone
+    heeds_dead: bool = False
+    # nothing that is heard while the last order waits for storage begins an ended run again, else a
+    # plan that is entered then does
+    stays_ended: bool = False
+    # on-demand nodes for the deadline are asked for beside spot nodes that start, else these take
+    # their room; patience with a request lasts until a node of it is prepared, else until one comes
+    asks_beside: bool = False
+    # a node that is there behind its deadline when a driver comes has none, else it has
+    outlives_notice: bool = False
+
+
+NAMES = tuple(one.name for one in fields(Gates))
+
+
+def newest_gates(**others: bool) -> dict[str, Any]:
+    """As a driver of today has them, but for `others`."""
+    return dict.fromkeys(NAMES, True) | others
+
+
+def gates_of(one: Gates) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in NAMES}
