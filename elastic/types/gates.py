@@ -69,6 +69,9 @@ class Gates:
     asks_beside: bool = False
     # a node that is there behind its deadline when a driver comes has none, else it has
     outlives_notice: bool = False
+    # a request is not withdrawn for a slow start while machines of the pool are seen to start: what
+    # buys them says when they do not join; else it is, and they are paid in vain
+    waits_for_started: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -159,9 +159,10 @@ def _nodes_there(state: State, pool: Pool) -> int:
 
 def patience_s(state: State, pool: str) -> float:
     """How long an answer to a request is waited for: longer, each time that one was withdrawn in
-    vain."""
+    vain, and while machines that are paid for are on their way."""
     longer = 2.0 ** min(10, hazard.of(state, pool).unanswered)
-    if not cheapest(state):
+    seen = state.instances.get(pool)
+    if not cheapest(state) or (state.waits_for_started and seen and seen.starting):
         return min(REQUEST_MOST_S, longer * REQUEST_LASTS_S)
     ordinary_s = min(REQUEST_LASTS_S, max(PATIENCE_LEAST_S, PATIENCE * hazard.start_s(state, pool)))
     return min(REQUEST_MOST_S, longer * ordinary_s)

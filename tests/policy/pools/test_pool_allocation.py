@@ -17,6 +17,7 @@ from elastic.types import (
     CopyStored,
     DrainNode,
     EnterPlan,
+    InstancesSeen,
     Layout,
     Node,
     NodeLost,
@@ -138,6 +139,31 @@ def test_an_unanswered_request_is_waited_for_twice_as_long_the_next_time() -> No
     assert waits == [360.0, 720.0, 1440.0, 2880.0, 3600.0, 3600.0, 3600.0]
     told.tick(NodeReady(Node("a", "spot")))
     assert pool_allocation.patience_s(told.state, "spot") == 360.0
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_machines_that_start_slowly_are_not_withdrawn(flag: bool) -> None:
+    """Such as the first ones of a cluster, which install the package; no pool has told yet how long
+    a start takes."""
+    told = story(SPOT, min_workers=1)
+    told.state = replace(told.state, waits_for_started=flag)
+    told.tick(InstancesSeen("spot", starting=1), after_s=100.0)
+    told.tick(after_s=260.1)
+    assert asked(told) == ({} if flag else {"spot": 0})
+    if flag:
+        told.tick(after_s=539.0)  # 899.1 s
+        assert asked(told) == {}
+        told.tick(after_s=1.0)
+        assert asked(told) == {"spot": 0}
+
+
+def test_a_request_whose_machines_are_gone_is_withdrawn_as_ever() -> None:
+    told = story(SPOT, min_workers=1)
+    told.state = replace(told.state, waits_for_started=True)
+    told.tick(InstancesSeen("spot", starting=1), after_s=100.0)
+    told.tick(InstancesSeen("spot"), after_s=100.0)
+    told.tick(after_s=160.1)
+    assert asked(told) == {"spot": 0}
 
 
 @pytest.mark.parametrize("flag", [True, False])
