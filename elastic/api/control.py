@@ -42,7 +42,7 @@ def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
         )
     entry = drill_entry(data)
     _held(run)
-    _check_nodes(find_runs.view(RunFolder.of(run)), entry)
+    _check_nodes(find_runs.now(RunFolder.of(run)), entry)
     find_runs.order(run, {"drill": entry.plain()})
     return entry.plain()
 
@@ -52,7 +52,7 @@ def profile(run: Storage, profile_id: str, *, steps: int, ranks: str) -> str:
     cannot, or another profile is under way."""
     asked = profile_order({"profile_id": profile_id, "steps": steps, "ranks": ranks})
     _held(run)
-    state = find_runs.view(place := RunFolder.of(run)).state
+    state = find_runs.now(place := RunFolder.of(run)).state
     why = ""
     if state.job.restarted:
         why = "its script is restarted for each change, so elastic knows nothing of its steps"
@@ -85,7 +85,7 @@ def _check_nodes(view: View, entry: DrillSpec) -> None:
 
 def _held(run: Storage) -> None:
     """Raises SpecError where nobody drives the run who takes orders."""
-    view, who = find_runs.view(place := RunFolder.of(run)), holder(run)
+    view, who = find_runs.now(place := RunFolder.of(run)), holder(run)
     if not who:
         raise SpecError(f"run '{place.name}' is not running ({view.phase} at step {view.step})")
     sign = newest(run)

@@ -74,7 +74,7 @@ def _ls(given: argparse.Namespace) -> int:
     rows = []
     for name, run in find_runs.all_runs(storage):
         try:
-            view = find_runs.view(run)
+            view = find_runs.now(run)
         except (SpecError, JournalDamaged) as error:  # the others are listed all the same
             print(f"elastic: run '{name}' is left out: {error}", file=sys.stderr)
             continue

@@ -156,7 +156,7 @@ def _name_what_resumes(given: argparse.Namespace, name: str | None) -> None:
     """Raises SpecError where a run is named and its job is not."""
     try:
         run = find_runs.open_run(name or "", given.storage, exact=True)
-        seen = find_runs.view(run)
+        seen = find_runs.now(run)
     except ElasticError:  # no such run, or nothing is to be read of it
         return
     if again := find_runs.resuming(run, seen.job):

@@ -28,7 +28,7 @@ from elastic.storage import Storage, open_storage
 from elastic.types import DriverStarted, Job
 
 __all__ = [
-    "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "again", "all_runs", "lines_of", "open_run",
+    "DEFAULT_STORAGE", "JOURNAL", "RunFolder", "again", "all_runs", "lines_of", "now", "open_run",
     "open_storage_of", "order", "remember", "resuming", "storage_uri", "view", "view_begun",
 ]  # fmt: skip
 
@@ -153,6 +153,12 @@ def view(run: RunFolder) -> View:
     """Of the whole journal."""
     with uncollected():
         return view_of(run.lines())
+
+
+def now(run: RunFolder) -> View:
+    """How it is now, from its newest State and the lines since: of a run of weeks, in a second."""
+    with uncollected():
+        return view_of(run.newest())
 
 
 @contextmanager

@@ -272,6 +272,8 @@ class View:
         if event is not None:
             self._keep(event)
         self._follow(change.after)
+        if event is None:
+            self._begin_at(change.after)
         if text:
             skipped = isinstance(event, CopyFailed) and event.skipped
             self._note(SKIPPED if skipped else type(event).__name__, text, event)
@@ -280,6 +282,14 @@ class View:
                 self._note("ModelNoted", text)
         elif isinstance(event, Decided) and event.decision.actions and event.decision.reason:
             self._note("Decision", event.decision.reason, _without_plans(event))
+
+    def _begin_at(self, now: State) -> None:
+        """Of the lines that `now` stands for nothing more is known."""
+        if now.last_step is not None and not self.points:
+            at_s, self.at_s = self.at_s, now.last_step_at_s
+            self._keep(now.last_step)
+            self.at_s = at_s
+        self.step, self.reached = now.step, max(self.reached, now.step)
 
     def _note(self, kind: str, text: str, about: Event | None = None) -> None:
         self.notes.append(Note(self.at_s, self.step, kind, text, about))

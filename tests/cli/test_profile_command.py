@@ -32,14 +32,14 @@ def profiled(storage: Path, monkeypatch: pytest.MonkeyPatch, error: str = "") ->
             f"profiles/p/rank-{rank}.json",
             json.dumps(said if rank else SAID | {"rank": 0}).encode(),
         )
-    view = find_runs.view
+    now = find_runs.now
 
     def seen(place: Any) -> Any:
-        found = view(place)
+        found = now(place)
         found.state = replace(found.state, profiles={"p": error})
         return found
 
-    monkeypatch.setattr(find_runs, "view", seen)
+    monkeypatch.setattr(find_runs, "now", seen)
     monkeypatch.setattr(control, "profile", lambda run, profile_id, steps, ranks: "p")
 
 
@@ -132,14 +132,14 @@ def test_a_second_profile_is_refused_while_one_is_under_way(
     from elastic.policy.state.state import Profiling
     from elastic.types import ProfileAsked
 
-    view = find_runs.view
+    now = find_runs.now
 
     def seen(place: Any) -> Any:
-        found = view(place)
+        found = now(place)
         found.state = replace(found.state, profiling=Profiling(ProfileAsked("first", 3), 0.0))
         return found
 
-    monkeypatch.setattr(find_runs, "view", seen)
+    monkeypatch.setattr(find_runs, "now", seen)
     code, _, err = called(capsys, "profile", "tiny-1")
     said = "profile: run 'tiny-1': profile first is under way; ask again when it has ended"
     assert (code, err) == (2, f"elastic: {said}\n")

@@ -20,7 +20,9 @@ from elastic.ledger import segments
 from elastic.ledger.journal import CLOSED, Journal, Line, MemoryJournal, built, plain, read_text
 from elastic.ledger.parts import PREFIX, JournalParts, pack, unpack
 from elastic.ledger.run_folder import JOURNAL, STORED_AT, RunFolder
+from elastic.observe import find_runs, run_tables
 from elastic.observe.accounting.accounts import account
+from elastic.observe.run_view import view_of
 from elastic.policy.state.fold import State
 from elastic.sim.replay import replay
 from elastic.sim.sim_backend import SimBackend
@@ -141,6 +143,27 @@ def test_the_state_of_a_part_is_the_one_that_the_whole_journal_gives(
     whole, tail = list(place.lines()), before[1:]
     assert len(tail) < len(whole) / 2 and whole[len(whole) - len(tail) :] == tail
     assert built(State, plain(state)) == state
+
+
+@pytest.mark.parametrize("seed", [3, 8, 11, 42])
+def test_how_a_run_is_now_is_told_without_its_older_parts(
+    place: RunFolder, seed: int, recorded: Recorded
+) -> None:
+    """Also where no step was told of since the newest State."""
+    recorded(place, seed)
+    whole = find_runs.view(place)
+    for key in JournalParts.of(place.storage).names[:-1]:
+        place.storage.put(key.key("xz"), b"not read")
+    for now in (find_runs.now(place), view_of(place.newest()[:1])):
+        assert (now.step, now.reached) == (now.state.step, now.state.step)
+        assert now.points[-1].step == now.step and now.points[-1].train_loss > 0
+    now = find_runs.now(place)
+    assert now.state == whole.state and now.points[-1] == whole.points[-1]
+    assert (now.phase, now.step, now.plan) == (whole.phase, whole.step, whole.plan)
+    assert run_tables.loss(now) == run_tables.loss(whole)
+    assert {n for n in whole.nodes.values() if n.status != "lost"} == {
+        n for n in now.nodes.values() if n.status != "lost"
+    }
 
 
 def test_a_damaged_state_is_passed_over(

@@ -83,7 +83,7 @@ def profile_run(
     say(f"run {run.name} is asked for profile {profile_id}; it trains on")
     while True:
         began_s = time.monotonic()
-        state = find_runs.view(run).state
+        state = find_runs.now(run).state
         if profile_id in state.profiles:
             return profile_of(run, state, profile_id)
         if not holder(run.storage):

@@ -143,7 +143,7 @@ class _Scaled:
         now_s, step = time.monotonic(), int(row["step"])
         if self._since is None and now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
-            if self.order.profile_id in find_runs.view(self.place).state.profiles:
+            if self.order.profile_id in find_runs.now(self.place).state.profiles:
                 self._since = step
         if self._since is not None and step > self._since + MEASURED and not self._stopped:
             self._stopped = True
