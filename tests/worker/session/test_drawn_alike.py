@@ -3,6 +3,7 @@ one there is refused."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,4 +229,5 @@ def test_a_dataset_that_is_another_one_in_each_process_makes_no_step(
     pool.wait(lambda: len(pool.events(WorkerFailed)) == 2, "failure")
     failed = pool.events(WorkerFailed)
     assert {e.kind for e in failed} == {"program"} and not pool.events(StepDone)
-    assert "ranks read other values as sample 0 of the dataset" in failed[0].error
+    # of two orders one place in 96 holds the same sample by chance
+    assert re.search("ranks read other values as sample (0|48|95) of the dataset", failed[0].error)
