@@ -182,7 +182,7 @@ class _Book:
 
     def withdraw(self, request: Request) -> None:
         """A request that nobody answers is taken back: the pool counts as one that said no."""
-        at_s = request.at_s + pool_allocation.patience_s(self.state, request.pool)
+        at_s = pool_allocation.withdrawn_at_s(self.state, request)
         if self.now_s < at_s:
             self.wakes.append(at_s)
             return

@@ -159,17 +159,24 @@ def _nodes_there(state: State, pool: Pool) -> int:
 
 def patience_s(state: State, pool: str) -> float:
     """How long an answer to a request is waited for: longer, each time that one was withdrawn in
-    vain, and while machines that are paid for are on their way."""
+    vain."""
     longer = 2.0 ** min(10, hazard.of(state, pool).unanswered)
-    seen = state.instances.get(pool)
-    if not cheapest(state) or (state.waits_for_started and seen and seen.starting):
+    if not cheapest(state):
         return min(REQUEST_MOST_S, longer * REQUEST_LASTS_S)
     ordinary_s = min(REQUEST_LASTS_S, max(PATIENCE_LEAST_S, PATIENCE * hazard.start_s(state, pool)))
     return min(REQUEST_MOST_S, longer * ordinary_s)
 
 
+def withdrawn_at_s(state: State, request: Request) -> float:
+    """Later while machines of its pool start, which are paid for."""
+    patient_s, seen = patience_s(state, request.pool), state.instances.get(request.pool)
+    if state.waits_for_started and seen is not None and seen.starting:
+        patient_s = max(patient_s, REQUEST_LASTS_S)
+    return request.at_s + patient_s
+
+
 def unanswered(state: State, request: Request, now_s: float) -> bool:
-    return now_s >= request.at_s + patience_s(state, request.pool)
+    return now_s >= withdrawn_at_s(state, request)
 
 
 def asked(state: State, pool: str, now_s: float) -> int:
@@ -363,7 +370,7 @@ def _for_minimum(state: State, fixed: Sequence[Pool], now_s: float) -> OnDemandN
     if missing <= 0:
         return OnDemandNeed()
     kept = OnDemandNeed(min(missing, have), "too few spot nodes are there to run without")
-    ask_s = [r.at_s + patience_s(state, r.pool) for r in state.requests.values()]
+    ask_s = [withdrawn_at_s(state, request) for request in state.requests.values()]
     wakes = tuple(at_s for at_s in ask_s if at_s > now_s)
     if missing <= cheap_workers(state, now_s) - cheap_workers(state) or _can_be_asked(state, now_s):
         return OnDemandNeed(kept.workers, kept.why, wakes)  # they may come yet
