@@ -15,6 +15,7 @@ from elastic.api.running.options import RUN_NAME, Options, ray_address
 from elastic.api.running.program_file import file_of
 from elastic.api.running.run import Result, run_job
 from elastic.api.running.start_checks import check_keys, check_storage
+from elastic.config.clusters import load_cluster
 from elastic.config.data_section import DataSpec
 from elastic.config.job import JobSpec, PoolSpec, job_data, job_of
 from elastic.config.script import enters_loop
@@ -66,6 +67,9 @@ class ElasticTrainer:
                             (`train_loop_per_worker=` is another name for it).
     job:                    keys of job.yaml, over those of the folder: steps, global_batch ...
     scaling_config:         num_workers=(least, most); without it `job` says what the nodes are.
+    cluster:                a cluster file: its pools, with their markets and prices, on the cluster
+                            that was launched from it. Without it, job["pools"] or a label_selector
+                            each node type that the cluster names is a pool, without a price.
     run_config:             name (a known one is resumed), storage_path, which checkpoints stay.
     datasets:               "train" and "validation" as ray.data.Dataset, or as datasets.Dataset:
                             written once as indexed rows into the run's storage.
@@ -86,6 +90,7 @@ class ElasticTrainer:
     train_loop_config: Mapping[str, Any] | None = None
     scaling_config: ray.train.ScalingConfig | None = None
     run_config: ray.train.RunConfig | None = None
+    cluster: str | Path | None = None
     datasets: Mapping[str, Any] | None = None
     resume_from_checkpoint: ray.train.Checkpoint | None = None
     no_budget: bool = False
@@ -143,6 +148,7 @@ class ElasticTrainer:
             options = Options(
                 run_name=name,
                 address=address,
+                cluster=self.cluster,
                 # who writes a drill beside the trainer means the cluster that it runs on, which
                 # loses workers by it and no node: the script's own Ray may be of one node
                 own_drill="drill" in (self.job or {}),
@@ -172,14 +178,23 @@ class ElasticTrainer:
 
         data = dict(self._data)
         _agree(data, _said(self._wanted.job, self._configs))
-        if self._configs[0] and "pools" not in data:
+        if self.cluster is not None and "pools" in data:
+            raise SpecError(
+                "job['pools'] and cluster both say what the nodes are: two ways at once; give one"
+            )
+        if not self._configs[0]:
+            return data
+        if self.cluster is not None:
+            kinds = [pool.accelerator_type for pool in load_cluster(self.cluster).pools]
+            train_types.check_pools(self._wanted, kinds, "cluster")
+        elif "pools" not in data:
             data["pools"] = train_types.pools(self._wanted, on_cluster)
-        elif self._configs[0]:
+        else:
             kinds = [
                 str(dict(pool).get("accelerator_type", PoolSpec(name="any").accelerator_type))
                 for pool in data["pools"]
             ]
-            train_types.check_pools(self._wanted, kinds)
+            train_types.check_pools(self._wanted, kinds, "job['pools']")
         return data
 
     def _prepared(self, spec: JobSpec, run: Storage) -> JobSpec:

@@ -37,6 +37,7 @@ PLACEHOLDERS = {
     "TEXT_FILE",
     "my_job",
     "train.py",
+    "fit.py",
     ".",
 }
 NOT_RUN = "not run: "
@@ -238,6 +239,10 @@ def test_a_command_is_one_that_there_is(block: Block) -> None:
 
 def taken(words: list[str]) -> None:
     """Parsed as the program itself does it, without running it."""
+    if words[0] == "python" and words[1].endswith(".py"):
+        pages = (ROOT / "docs").glob("*.md")
+        assert any(f"```python file={words[1]}\n" in page.read_text() for page in pages)
+        return
     if words[0] == "python":
         assert words[1] == "-m"
         words = {
@@ -268,7 +273,7 @@ def taken(words: list[str]) -> None:
     for word in words:
         if (
             re.search(r"/|\.(py|yaml)$", word)
-            and not word.startswith(("http", "/"))
+            and not word.startswith(("http", "/", "s3:"))
             and word not in PLACEHOLDERS
         ):
             assert (ROOT / word).exists() or "--out" in words, f"{word} is not there"

@@ -12,17 +12,19 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import ray
 import ray.train
 
+from elastic.cluster.nodes.node_types import monitor_here, read_types
 from elastic.errors import SpecError
-from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
+from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS, MarketType
 
-POOL = "workers"  # where the job names none
+POOL = "workers"  # where neither the job nor the cluster names one
+HEAD = "node:__internal_head__"  # a resource of the head alone
 DEPRECATED = "DEPRECATED"
 MADE_UP = re.compile(r"ray_train_run-\d")  # a name that RunConfig has made by the clock
 SHOWN_AT = ("DEBUG", "INFO", "NOTSET")
@@ -173,10 +175,13 @@ def _by_labels(selector: Any, gpu: bool) -> dict[str, Any]:
 
 
 def pools(asked: TrainRequest, on_cluster: bool) -> list[dict[str, Any]]:
-    """The pool that the configurations describe: nodes of this machine, or those of the cluster
-    that this process is in."""
+    """What the configurations describe: nodes of this machine, or those of the cluster that this
+    process is in, where each node type that it names is a pool."""
     low, high = asked.job["min_workers"], asked.job["max_workers"]
     if on_cluster:
+        named = [] if "name" in asked.pool else _named_there(asked, high)
+        if named:
+            return named
         kind = "GPU" if asked.gpu else "CPU"
         sizes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
         each = max(1, min(high, max(sizes, default=1)))
@@ -189,20 +194,47 @@ def pools(asked: TrainRequest, on_cluster: bool) -> list[dict[str, Any]]:
     return [pool | {"gpus_per_node": each, "max_nodes": n_nodes}]
 
 
-def check_pools(asked: TrainRequest, kinds: Sequence[str]) -> None:
-    """The job's own pools, of these accelerator types, and what the configurations say of nodes.
+def _named_there(asked: TrainRequest, most: int) -> list[dict[str, Any]]:
+    """Pools of the node types whose nodes the cluster labels by a name, and of those that its
+    autoscaler, where it runs here, can start."""
+    monitor, types = monitor_here(), {}
+    if monitor is not None and monitor.config:
+        with suppress(OSError, ValueError):  # not ours to read: then what is there counts
+            types = read_types(monitor.config)
+    there = [(name, kind.labels, kind.resources, kind.most) for name, kind in types.items()]
+    for node in ray.nodes():
+        name = next((node["Labels"][one] for one in POOL_LABELS if one in node["Labels"]), None)
+        if node["Alive"] and name is not None and HEAD not in node["Resources"]:
+            there.append((name, node["Labels"], node["Resources"], most))
+    found: dict[str, dict[str, Any]] = {}
+    for name, labels, resources, n_nodes in there:
+        each = int(resources.get("GPU" if asked.gpu else "CPU", 0))
+        market = labels.get(MARKET_LABEL)
+        market = market if market in get_args(MarketType) else "owned"
+        kind = labels.get(ACCELERATOR_LABEL, "GPU") if asked.gpu else "CPU"
+        pool = {"name": name, "accelerator_type": kind, "market_type": market}
+        if each < 1 or n_nodes < 1 or not asked.pool.items() <= pool.items():
+            continue
+        found.setdefault(
+            name, pool | {"gpus_per_node": min(most, each), "max_nodes": min(most, n_nodes)}
+        )
+    return [*found.values()]
+
+
+def check_pools(asked: TrainRequest, kinds: Sequence[str], where: str) -> None:
+    """Pools of these accelerator types, named in `where`, and what the configurations say of nodes.
     Raises SpecError."""
     if asked.pool:
         name = next(iter(asked.pool))
         raise SpecError(
-            f"job['pools'] and ScalingConfig both say what the nodes are ({name}): two ways at "
+            f"{where} and ScalingConfig both say what the nodes are ({name}): two ways at "
             "once; give one"
         )
     other = [kind for kind in kinds if (kind == "CPU") == asked.gpu]
     if other:
         raise SpecError(
-            f"ScalingConfig(use_gpu={asked.gpu}), but a pool of the job is of {other[0]}s; make "
-            "them agree"
+            f"ScalingConfig(use_gpu={asked.gpu}), but a pool of {where} is of {other[0]}s; "
+            "make them agree"
         )
 
 

@@ -3,6 +3,7 @@ line."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import runpy
 import signal
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.places import PROGRAMS
+from support.places import PROGRAMS, ROOT
 
 import elastic
 from elastic.errors import SpecError
 from elastic.program import Program, load_program
 
 train = pytest.importorskip("ray.train")
+from elastic.cluster.nodes.node_types import Monitor  # noqa: E402
 from elastic.cluster.ray_train import train_types  # noqa: E402
 from elastic.cluster.ray_train.train_types import (  # noqa: E402
     FinishedRun,
@@ -185,6 +187,87 @@ def test_a_filesystem_and_a_field_of_a_later_ray() -> None:
             wanted(*given)
 
 
+# ------------------------------------------------------------------------------ nodes of a cluster
+
+
+def node(name: str | None, cpus: int, gpus: int = 0, **labels: str) -> dict[str, Any]:
+    """As `ray.nodes()` has it."""
+    named = {} if name is None else {"ray.io/node-group": name}
+    told = {f"ray.io/{key.replace('_', '-')}": value for key, value in labels.items()}
+    return {"Alive": True, "Labels": named | told, "Resources": {"CPU": cpus, "GPU": gpus}}
+
+
+def of_cluster(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, Any]], scaling: Any, config: str = ""
+) -> list[dict[str, Any]]:
+    monitor = Monitor(config, Path("monitor.log")) if config else None
+    monkeypatch.setattr(train_types.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(train_types, "monitor_here", lambda: monitor)
+    return pools(wanted(scaling, None), on_cluster=True)
+
+
+SPOT = {"name": "a", "accelerator_type": "H100", "market_type": "spot"}
+
+
+def test_each_node_type_that_the_cluster_labels_is_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `ray up` and KubeRay; the head's own label is none, and nodes without what is wanted
+    of them are left out."""
+    head = node("head", 4)
+    head["Resources"]["node:__internal_head__"] = 1.0
+    gone = node("gone", 4, 8) | {"Alive": False}
+    kind = {"accelerator_type": "H100"}
+    nodes = [
+        head, gone, node("a", 64, 8, market_type="spot", **kind), node("cpus", 16),
+        node("a", 64, 8, market_type="spot", **kind), node("b", 64, 4, market_type="other"),
+    ]  # fmt: skip
+    found = of_cluster(monkeypatch, nodes, Scaling(num_workers=(2, 16), use_gpu=True))
+    b = {"name": "b", "accelerator_type": "GPU", "market_type": "owned"}
+    assert found == [
+        SPOT | {"gpus_per_node": 8, "max_nodes": 16},
+        b | {"gpus_per_node": 4, "max_nodes": 16},
+    ]
+    labels = {"ray.io/market-type": "spot"}
+    only = Scaling(num_workers=4, use_gpu=True, label_selector=labels)
+    assert [pool["name"] for pool in of_cluster(monkeypatch, nodes, only)] == ["a"]
+    bare = of_cluster(monkeypatch, [head, node(None, 2)], Scaling(num_workers=4))
+    assert [(pool["name"], pool["gpus_per_node"]) for pool in bare] == [("workers", 4)]
+
+
+def test_node_types_that_the_autoscaler_can_start_are_pools_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "bootstrap.yaml"
+    of_a = {"ray.io/market-type": "spot", "ray.io/accelerator-type": "H100"}
+    types = {
+        "head": {"resources": {"CPU": 4}},
+        "a": {"resources": {"CPU": 64, "GPU": 8}, "labels": of_a, "max_workers": 3},
+        "none": {"resources": {"CPU": 64, "GPU": 8}, "max_workers": 0},
+    }
+    file.write_text(json.dumps({"head_node_type": "head", "available_node_types": types}))
+    scaling = Scaling(num_workers=(2, 16), use_gpu=True)
+    wants = [SPOT | {"gpus_per_node": 8, "max_nodes": 3}]
+    assert of_cluster(monkeypatch, [], scaling, str(file)) == wants
+    unread = of_cluster(monkeypatch, [], scaling, str(tmp_path / "of root"))
+    assert [pool["name"] for pool in unread] == ["workers"]
+
+
+def test_a_cluster_file_says_what_the_nodes_are(tiny: Program, tmp_path: Path) -> None:
+    file = ROOT / "cluster_configs" / "laptop.yaml"
+    job = {"steps": 2, "global_batch": 4, "storage": str(tmp_path)}
+    for given, says in (
+        ({"job": {**job, "pools": [{"name": "a"}]}}, "pools'] and cluster both say"),
+        ({"scaling_config": Scaling(num_workers=1, use_gpu=True)}, "a pool of cluster is of CPUs"),
+        (
+            {"scaling_config": Scaling(num_workers=1, label_selector={"pool": "a"})},
+            "cluster and ScalingConfig both say",
+        ),
+        ({"job": {**job, "budget_usd": 1}}, "this process is on no Ray cluster; start that one"),
+        ({"cluster": tmp_path / "no.yaml"}, "no.yaml: no such file"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            elastic.ElasticTrainer(tiny, **{"job": job, "cluster": file} | given).fit()
+
+
 # ----------------------------------------------------------------------------------- ElasticTrainer
 
 
@@ -203,7 +286,7 @@ def test_two_ways_at_once_and_what_is_no_program(tiny: Program, tmp_path: Path) 
         ({"job": {**job, "min_workers": 3}, "scaling_config": Scaling(num_workers=2)},
         r"'min_workers'\]=3, and .* say 2"), ({"job": {**job, "storage": "/a"},
         "run_config": Run(storage_path="/b")}, "two ways at once"), ({"job": {**job,
-        "pools": [{"name": "a"}]}, "scaling_config": gpu}, "a pool of the job is"), ({"job": {**job,
+        "pools": [{"name": "a"}]}, "scaling_config": gpu}, "a pool of job..pools.. is"), ({"job": {**job,
         "pools": [{"name": "a", "usd_per_node_h": 1.0}]}},
         r"ElasticTrainer\(job=...\): keys 'budget_usd'"), ({"job": {**job, "stepz": 2}},
         r"ElasticTrainer\(job=...\): unknown key 'stepz'"), ({"job": job,

@@ -143,8 +143,7 @@ def test_an_unanswered_request_is_waited_for_twice_as_long_the_next_time() -> No
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_machines_that_start_slowly_are_not_withdrawn(flag: bool) -> None:
-    """Such as the first ones of a cluster, which install the package; no pool has told yet how long
-    a start takes."""
+    """Such as the first ones of a cluster, which install the package."""
     told = story(SPOT, min_workers=1)
     told.state = replace(told.state, waits_for_started=flag)
     told.tick(InstancesSeen("spot", starting=1), after_s=100.0)
