@@ -108,5 +108,6 @@ class BoundaryCopies:
         return self._waited_s + time.monotonic() - began
 
     def close(self) -> None:
+        self.place.copying = self.host.reading
         self.host.close()
         self.replicas.close()

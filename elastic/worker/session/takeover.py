@@ -65,6 +65,8 @@ class Takeover:
         self._before_bytes = device_bytes(place.held)
         place.wait_for_checks()  # one may still hold boxes of the state before the old one
         if move is not None and move.via == "host":
+            if place.copying is not None:
+                place.copying.result()
             place.held = [
                 one if one.kind != "live" or one.on_host else _to_host(one, place)
                 for one in place.held

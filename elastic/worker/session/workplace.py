@@ -96,6 +96,8 @@ class Workplace:
     # what reads old boxes, which stay in memory until it has: a thread of its own, as others behind
     # the steps take as long as they take
     checks: list[Future[Any]] = field(default_factory=list)
+    # done when the last host copy of the generation before has read its state
+    copying: Future[None] | None = None
     _reader: ThreadPoolExecutor = field(init=False)
     # per block, of one sample; for rehearsals
     block_inputs: list[torch.Tensor | None] = field(default_factory=list)

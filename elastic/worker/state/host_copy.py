@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from math import prod
 
 import torch
@@ -211,7 +212,9 @@ class HostCopy:
 
     def __init__(self, step: int, lease: BufferLease, tensors: Tensors) -> None:
         self.step, self.lease, self._tensors = step, lease, tensors
-        self.filled = threading.Event()  # or failed: nothing reads the live tensors any more
+        self.filled = threading.Event()  # or failed; of a GPU: all of it is queued
+        # done when nothing reads the live tensors, or writes the buffer, any more
+        self.reading: Future[None] = Future()
         self.whole = False
         self.error: BaseException | None = None
         self.on_device: torch.cuda.Event | None = None
@@ -246,7 +249,11 @@ class HostCopy:
         return self
 
     def release(self) -> None:
-        self.lease.release()
+        """A copy that the device is still making is another's buffer only when it has ended."""
+        if self.reading.done():
+            self.lease.release()
+        else:
+            self.reading.add_done_callback(lambda _: self.lease.release())
 
 
 class HostCopies:
@@ -271,6 +278,7 @@ class HostCopies:
         self._leases: list[weakref.ref[BufferLease]] = []
         self._filling: HostCopy | None = None
         self._newest: weakref.ref[HostCopy] | None = None
+        self.reading: Future[None] | None = None  # of the newest copy
         self.device = device or next(
             (tensor.device for _, tensor in tensors.values() if tensor.is_cuda), CPU
         )
@@ -300,7 +308,7 @@ class HostCopies:
         lease = self.memory.lease(self._flat.n_bytes)
         copy = HostCopy(step, lease, {})
         self._leases.append(weakref.ref(lease))
-        self._newest = weakref.ref(copy)
+        self._newest, self.reading = weakref.ref(copy), copy.reading
         # the buffer may not be there yet, and the host need not wait
         if self.device.type == "cuda":
             copy.early = {
@@ -333,7 +341,22 @@ class HostCopies:
             holds_lost(error)
             copy.error = error
         finally:
+            self._filled(copy)
+
+    def _filled(self, copy: HostCopy) -> None:
+        """Until the device has copied them this thread holds the live tensors: their generation may
+        have ended, and torch knows nothing of a side stream that reads them."""
+        if copy.on_device is None:
+            copy.reading.set_result(None)
             copy.filled.set()
+            return
+        copy.filled.set()
+        try:
+            copy.on_device.synchronize()
+        except RuntimeError as error:  # whoever waits for the copy is told
+            holds_lost(error)
+        finally:
+            copy.reading.set_result(None)
 
     @torch.no_grad()
     def _copy(self, copy: HostCopy, non_blocking: bool = False) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.errors import InternalError
 from elastic.types import Box
+from elastic.worker.state import host_copy
 from elastic.worker.state.host_copy import Flat, HostCopies, HostMemory, Tensors
 
 
@@ -195,3 +198,39 @@ def test_host_memory_gives_the_smallest_that_fits_and_lets_go_what_is_too_small(
     assert again.buffer.data_ptr() == where[id(small)] and again.buffer.numel() == 90
     assert memory.lease(2000).buffer.numel() == 2000
     assert memory.free == [], "nothing that is too small is kept beside the new one"
+
+
+class Copying:
+    """In the place of a CUDA event: what the device was given is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(120)
+
+
+def test_what_the_device_still_copies_is_neither_freed_nor_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy was given to the device, its generation has ended, and the checkpoint that it is for
+    is left out: the live tensors stay until the device has read them, and the buffer is nobody
+    else's before."""
+    event, memory, tensors = Copying(), HostMemory(), live()
+    host = HostCopies(memory, tensors, frozenset({"buffer"}))
+    read = weakref.ref(tensors["w"][1])
+    monkeypatch.setattr(host._side, "behind", lambda at: nullcontext(object()))
+    monkeypatch.setattr(host_copy, "waitable", lambda stream: event)
+    copy = host.take(1)
+    assert copy is not None and copy.filled.wait(60)
+    reading = host.reading
+    host.close()
+    copy.release()
+    del host, tensors, copy
+    gc.collect()
+    assert reading is not None and not reading.done()
+    assert read() is not None and memory.free == []
+    event.done.set()
+    reading.result(60)
+    until(lambda: len(memory.free) == 1, "the buffer to be free")
+    until(lambda: gc.collect() is not None and read() is None, "the live tensors to be let go")
