@@ -1,7 +1,7 @@
 """Matrix products of the blocks in float8 (torchao), where the GPU computes in it. Parameters stay
 as they are.
 
-Not run so far: no GPU of that kind was at hand. The refusals were.
+Run on one H200 only (docs/gpu.md), not with tensor parallelism, which is refused.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Generation:
         if self.rank is not None:
             reserve_buffers(place, self.plan, self.rank)
         self.groups.join(order.rendezvous, order.me)
-        settle_random(self.groups.mesh)
+        settle_random(self.groups.mesh, self.groups.device)
         self._lap("groups")
         takeover = Takeover(place, order, self.groups)
         takeover.make_room()

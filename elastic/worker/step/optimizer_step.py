@@ -278,7 +278,7 @@ class Stepper(ForwardBackward):
                 if gradient is None:
                     gradient = gradients[fqn] = torch.zeros_like(local(self.state.parameters[fqn]))
                 with axis_range("pp tied tensor"):
-                    dist.all_reduce(gradient, group=self.groups.tie)
+                    self._sum_over(self.groups.tie, gradient)
 
     def _add_summed(self, gradients: dict[str, torch.Tensor]) -> None:
         """Parameters of style "summed" are used for a part of the heads on each tp rank: one
@@ -289,10 +289,17 @@ class Stepper(ForwardBackward):
             return
         flat = torch.cat([gradient.flatten() for gradient in mine])
         with axis_range("tp shared gradients"):
-            dist.all_reduce(flat, group=mesh.get_group("tp"))
+            self._sum_over(mesh.get_group("tp"), flat)
         parts = flat.split([gradient.numel() for gradient in mine])
         for gradient, part in zip(mine, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
+
+    def _sum_over(self, group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+        """With `offload` gradients are in host memory; the group may be of devices alone."""
+        there = tensor.to(self.groups.device)
+        dist.all_reduce(there, group=group)
+        if there is not tensor:
+            tensor.copy_(there)
 
     def _of_all_ranks(self, counts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Added up over the ranks that have other samples, or other parts of them."""

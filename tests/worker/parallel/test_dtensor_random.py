@@ -35,16 +35,18 @@ def test_it_is_settled_without_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(_random, "_get_device_handle", lambda kind: Handle)
     monkeypatch.setattr(_random, "_rng_tracker", None)
     mesh: Any = SimpleNamespace(device_type="cuda")
-    settle_random(mesh)
+    mine = torch.device("cuda", 3)
+    settle_random(mesh, mine)
     first = _random._rng_tracker
     assert isinstance(first, _random.OffsetBasedRNGTracker)
-    settle_random(mesh)
+    assert first._device == mine, "not that of the rank's number"
+    settle_random(mesh, mine)
     assert _random._rng_tracker is not first, "it belongs to a generation's mesh"
 
 
 def test_a_cpu_and_a_rank_without_a_mesh_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_random, "_rng_tracker", None)
     mesh: Any = SimpleNamespace(device_type="cpu")
-    settle_random(mesh)
-    settle_random(None)
+    settle_random(mesh, torch.device("cpu"))
+    settle_random(None, torch.device("cpu"))
     assert dtensor_random._random._rng_tracker is None
