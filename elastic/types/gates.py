@@ -72,6 +72,8 @@ class Gates:
     # a request is not withdrawn for a slow start while machines of the pool are seen to start: what
     # buys them says when they do not join; else it is, and they are paid in vain
     waits_for_started: bool = False
+    # machines that were released and have not ended count for `max_nodes`, else they do not
+    counts_leaving: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -26,7 +26,7 @@ from elastic.cluster.nodes.autoscaler_agent import (
     AutoscalerAgent,
     AutoscalerReport,
 )
-from elastic.cluster.nodes.demand import DemandReport
+from elastic.cluster.nodes.demand import TAKE_OVER_S, DemandReport
 from elastic.cluster.nodes.providers import ClusterNodes, NodeProvider, RayNode, living
 from elastic.cluster.ray import _ray_private
 from elastic.types import Event, InstancesSeen, RequestFailed
@@ -40,7 +40,8 @@ END_MOST_S = 20.0
 # a watcher that has not looked at the cluster for so long hangs: its process is replaced
 LOOK_MOST_S = 30.0
 LAUNCH_MOST_S = 180.0  # without an instance of the pool, a request has failed
-JOIN_MOST_S = 840.0  # with one; the policy forgets a request after 900 s
+JOIN_MOST_S = 840.0  # since the first of its instances; twice as long after one that did not join
+LONGER_MOST = 4  # times as long at the most: the policy forgets a request after an hour
 
 
 def provider_for(order: DemandReport, take_over: bool, spared: bool) -> NodeProvider:
@@ -48,7 +49,8 @@ def provider_for(order: DemandReport, take_over: bool, spared: bool) -> NodeProv
     if _ray_private.autoscaler_v2():
         desk = AutoscalerClient(replace(order, fresh=not take_over))
         if desk.opened:
-            return AutoscalerNodes(order.pools, spared, desk=desk)
+            takes_until_s = time.monotonic() + TAKE_OVER_S if take_over else 0.0
+            return AutoscalerNodes(order.pools, spared, desk=desk, takes_until_s=takes_until_s)
     return ClusterNodes(order.pools, spared)
 
 
@@ -150,34 +152,41 @@ def autoscaler_agent(quiet_s: float) -> Any:
 
 @dataclass
 class _Open:
-    """A request that is not answered yet. `coming_s`: when an instance of the pool was last on its
-    way: one that does not come up is replaced by the autoscaler. `failed_before`: launches of the
-    pool that had failed when it was made."""
+    """A request that is not answered yet. `coming_s`: when instances were last on their way for all
+    of it, or for more of it than ever: one that does not come up is replaced by the autoscaler.
+    `failed_before`: launches of the pool that had failed when it was made. `uncovered`: the fewest
+    of its nodes for which nothing was on its way. `started_s`: when something first was. `told`: it
+    has failed, and what is on its way for it is taken still."""
 
     pool: str
     request_id: str
     missing: int
     short: int  # that the pool's bound does not allow
-    since_s: float
     coming_s: float
     failed_before: int
+    uncovered: int
+    started_s: float | None = None
+    told: bool = False
 
 
 @dataclass
 class AutoscalerNodes(ClusterNodes):
-    """`launch_most_s`, `join_most_s`: how long a request may stay unanswered, without an instance
-    and with one."""
+    """`launch_most_s`, `join_most_s`: how long a request may stay unanswered, without instances for
+    all of it and with them."""
 
     desk: AutoscalerClient = field(kw_only=True)
     autoscaled: bool = field(init=False, default=True)
     launch_most_s: float = LAUNCH_MOST_S
     join_most_s: float = JOIN_MOST_S
+    takes_until_s: float = 0.0  # what the driver before has asked for, too
     _open: list[_Open] = field(default_factory=list)
     # Ray id -> pool of nodes not wanted any more, until they are gone
     _dropped: dict[str, str] = field(default_factory=dict)
     # Ray ids that the run had when this driver came
     _inherited: set[str] = field(default_factory=set)
     _seen: dict[str, InstancesSeen] = field(default_factory=dict)  # as last told
+    # of a pool's requests in a row: instances that did not join
+    _late: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,7 +206,7 @@ class AutoscalerNodes(ClusterNodes):
         allowed = max(0, min(count, most))
         failed = self.desk.heard()[0].failed.get(pool, 0)
         now_s = time.monotonic()
-        self._open.append(_Open(pool, request_id, allowed, count - allowed, now_s, now_s, failed))
+        self._open.append(_Open(pool, request_id, allowed, count - allowed, now_s, failed, allowed))
         self._tell()
 
     def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
@@ -213,26 +222,62 @@ class AutoscalerNodes(ClusterNodes):
             for ray_id, pool in report.given.items()
             if ray_id not in ours and (event := self._take(alive.get(ray_id), pool))
         ]
-        for asked in list(self._open):
-            why = self._why_failed(asked, report, current)
-            if why:
-                self._open.remove(asked)
-                events.append(RequestFailed(asked.pool, asked.request_id, why))
-            elif asked.missing <= 0:
-                self._open.remove(asked)
+        coming = self._coming(report)
+        self._answered(report, current, coming=coming, events=events)
         self._tell()
-        return [*events, *self._instances(report, alive)]
+        return [*events, *self._instances(report, coming, alive)]
 
-    def _instances(self, report: AutoscalerReport, alive: Mapping[str, RayNode]) -> list[Event]:
+    def _answered(
+        self, report: AutoscalerReport, current: bool, *, coming: Counter[str], events: list[Event]
+    ) -> None:
+        """Requests that have failed, or have got all. What is on its way for one that has failed is
+        waited for, and taken."""
+        left, standing = Counter(coming), [one for one in self._open if not one.told]
+        newest = {one.pool: one for one in standing}
+        for asked in list(self._open):
+            starting = min(asked.missing, left[asked.pool])
+            left[asked.pool] -= starting
+            late, why = self._is_late(asked, starting), ""
+            if not asked.told:
+                impossible = current and report.impossible and asked is standing[-1]
+                failed = report.failed.get(asked.pool, 0) > asked.failed_before
+                failed = failed and asked is newest[asked.pool]
+                why = self._why_failed(asked, report, impossible, failed=failed, late=late)
+            if why:
+                events.append(RequestFailed(asked.pool, asked.request_id, why))
+                asked.told = True
+            if asked.told:
+                asked.missing = 0 if late else starting
+            if asked.missing <= 0:
+                self._open.remove(asked)
+        for one in self._open:  # a failed launch is that of the pool's newest request
+            one.failed_before = report.failed.get(one.pool, 0)
+
+    def _coming(self, report: AutoscalerReport) -> Counter[str]:
+        """Instances by pool that are on their way, those included that have joined and are not
+        known to this process yet."""
+        ours = {ray_id for _, ray_id in self._ours.values()}
+        arriving = Counter(
+            pool
+            for ray_id, pool in report.given.items()
+            if ray_id not in ours and ray_id not in self._dropped
+        )
+        return arriving + Counter(report.coming)
+
+    def _instances(
+        self, report: AutoscalerReport, coming: Counter[str], alive: Mapping[str, RayNode]
+    ) -> list[Event]:
         """What is paid for beside the run's nodes, where that has changed. Of the pool's instances
         on their way at most as many are this run's as it waits for; those of a request that it gave
-        up stay its own until they have come."""
+        up stay its own until they have come. On Kubernetes nobody knows which pods have a machine:
+        none is told."""
         leaving = Counter(pool for ray_id, pool in self._dropped.items() if ray_id in alive)
         events: list[Event] = []
         for pool in self.pools:
             before = self._seen.get(pool.name, InstancesSeen(pool.name))
             waits = sum(asked.missing for asked in self._open if asked.pool == pool.name)
-            starting = min(report.coming.get(pool.name, 0), max(waits, before.starting))
+            known = coming[pool.name] if report.machines else 0
+            starting = min(known, max(waits, before.starting))
             now = InstancesSeen(pool.name, starting, leaving[pool.name])
             self._seen[pool.name] = now
             events += [now] if now != before else []
@@ -244,9 +289,11 @@ class AutoscalerNodes(ClusterNodes):
             return None
         asked = next((o for o in self._open if o.pool == name and o.missing > 0), None)
         pool = next((p for p in self.pools if p.name == name), None)
-        if pool is None or (asked is None and found.ray_id not in self._inherited):
+        due = found.ray_id in self._inherited or time.monotonic() < self.takes_until_s
+        if pool is None or (asked is None and not due):
             self._dropped[found.ray_id] = name
             return None
+        self._late.pop(name, None)
         if asked is not None:
             asked.missing -= 1
             seen = self._seen.get(name, InstancesSeen(name))
@@ -254,29 +301,44 @@ class AutoscalerNodes(ClusterNodes):
             self._seen[name] = replace(seen, starting=max(0, seen.starting - 1))
         return self._welcome(found, pool)
 
-    def _why_failed(self, asked: _Open, report: AutoscalerReport, current: bool) -> str:
-        """'' = it has not."""
-        now_s = time.monotonic()
-        if report.coming.get(asked.pool):
+    def _is_late(self, asked: _Open, starting: int) -> bool:
+        """Have its instances had their time to join?"""
+        now_s, uncovered = time.monotonic(), asked.missing - starting
+        if starting and asked.started_s is None:
+            asked.started_s = now_s
+        if uncovered <= 0 or uncovered < asked.uncovered:
             asked.coming_s = now_s
+        asked.uncovered = min(asked.uncovered, uncovered)
+        return asked.started_s is not None and now_s - asked.started_s > self._most_s(asked.pool)
+
+    def _most_s(self, pool: str) -> float:
+        return self.join_most_s * min(LONGER_MOST, 2 ** self._late[pool])
+
+    def _why_failed(
+        self, asked: _Open, report: AutoscalerReport, impossible: bool, *, failed: bool, late: bool
+    ) -> str:
+        """'' = it has not."""
+        pool = asked.pool
         if asked.missing <= 0:
-            used, most = self._used(asked.pool), self._capacity[asked.pool]
+            used, most = self._used(pool), self._capacity[pool]
             return f"no capacity: {used} of {most} in use" if asked.short > 0 else ""
-        if asked.pool in report.refused:
-            return report.refused[asked.pool]
-        if report.failed.get(asked.pool, 0) > asked.failed_before:
+        if pool in report.refused:
+            return report.refused[pool]
+        if failed:
             return (
-                report.why.get(asked.pool)
+                report.why.get(pool)
                 or "its launch failed; the autoscaler's log on the head (monitor.log) says why"
             )
-        if current and report.impossible and asked is self._open[-1]:
+        if impossible:
             return (
                 "the cluster cannot have so many nodes: max_workers of the node type or of the "
                 "cluster file is reached"
             )
-        if now_s - asked.since_s > self.join_most_s:
-            return f"{asked.missing} of its nodes did not join within {self.join_most_s:.0f} s"
-        if now_s - asked.coming_s > self.launch_most_s:
+        if late:
+            most_s = self._most_s(pool)
+            self._late[pool] += 1
+            return f"{asked.missing} of its nodes did not join within {most_s:.0f} s"
+        if time.monotonic() - asked.coming_s > self.launch_most_s:
             return f"no capacity: no answer within {self.launch_most_s:.0f} s"
         return ""
 

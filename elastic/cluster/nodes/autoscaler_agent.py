@@ -55,7 +55,7 @@ class AutoscalerReport:
     `refused`. `impossible`: the cluster cannot have all that is asked of it together, and starts
     nothing. `replaced`: a newer driver has the run. `looked_s`: seconds since its last look at the
     cluster ended, well or not: one that hangs in a look still answers orders, and asks for nothing
-    more."""
+    more. `machines`: what is `coming` has a machine, that is paid for (of a pod nobody knows)."""
 
     given: Mapping[str, str] = field(default_factory=dict)
     coming: Mapping[str, int] = field(default_factory=dict)
@@ -65,6 +65,7 @@ class AutoscalerReport:
     impossible: bool = False
     replaced: bool = False
     looked_s: float = 0.0
+    machines: bool = True
 
 
 class AutoscalerAgent:
@@ -148,6 +149,7 @@ class AutoscalerAgent:
             {name: bundle for name, bundle in bundles.items() if isinstance(bundle, str)},
             current and scaling.infeasible == as_ray_says,
             looked_s=time.monotonic() - self._looked_s,
+            machines=self._types is not None,
         )
 
     def _type_name(self, pool: Pool) -> str:
@@ -177,7 +179,8 @@ class AutoscalerAgent:
             heard = self._heard
             kinds = {pool.name: type_of(pool, self._types or {}) for pool in self._pools.values()}
             least = {name: kind.least for name, kind in kinds.items() if kind is not None}
-            wanted, drain = self._demand.wanted(seen), self._demand.to_drain(seen, least)
+            wanted = self._demand.wanted(seen, now_s)
+            drain = self._demand.to_drain(seen, least)
             overdue = [run.order.namespace for run in self._demand.overdue(now_s)]
             self._demand.forget_gone()
         if self._demand.runs or now_s > self._quiet_until_s:

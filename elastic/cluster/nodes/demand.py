@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from elastic.types import Node, Pool
 
 UNASKED_S = 10.0  # a node that nobody of us asked for may be somebody else's, who uses it by then
+# what the driver before has asked for and paid comes to the next one, until it knows what it wants
+TAKE_OVER_S = 45.0
 # workers of a run whose driver is gone save and leave by themselves for so long
 LEAVE_MOST_S = 150.0
 
@@ -66,6 +68,13 @@ class _Run:
     heard_s: float
     given: dict[str, str] = field(default_factory=dict)  # Ray id -> pool
     silent: bool = False
+    # what the driver before waited for, less what has come since
+    inherited: dict[str, int] = field(default_factory=dict)
+    inherits_until_s: float = 0.0
+
+    def waits(self, now_s: float) -> Mapping[str, int]:
+        own, earlier = self.order.waits, self.inherited if now_s < self.inherits_until_s else {}
+        return {pool: max(own.get(pool, 0), earlier.get(pool, 0)) for pool in {*own, *earlier}}
 
 
 @dataclass
@@ -85,6 +94,8 @@ class Demand:
             return False
         if run is None:
             run = self.runs[order.namespace] = _Run(order, now_s)
+        if order.epoch > run.order.epoch and not order.fresh:
+            run.inherited, run.inherits_until_s = {**run.order.waits}, now_s + TAKE_OVER_S
         gone = set(run.given) if order.fresh else set(order.dropped)
         if run.silent:  # it is back: what has not gone yet is its own again
             self.leaving = {
@@ -122,12 +133,13 @@ class Demand:
         taken = {node for run in self.runs.values() for node in run.given} | set(self.leaving)
         free = [node for node, seen in nodes.items() if node not in taken and not seen.draining]
         for run in self.runs.values():
-            for pool, n in ({} if run.silent else run.order.waits).items():
+            for pool, n in ({} if run.silent else run.waits(now_s)).items():
                 coming = [node for node in run.given if run.given[node] == pool]
                 n_missing = max(0, n - len({*coming} - run.order.held))
                 for node in [node for node in free if nodes[node].pool == pool][:n_missing]:
                     run.given[node] = pool
                     free.remove(node)
+                    run.inherited[pool] = run.inherited.get(pool, 0) - 1
         self._leave(
             (node for node in free if now_s - self._new.get(node, now_s) >= UNASKED_S), now_s
         )
@@ -136,13 +148,13 @@ class Demand:
         for node in nodes:
             self.leaving.setdefault(node, now_s)
 
-    def wanted(self, nodes: Mapping[str, SeenNode]) -> Counter[str]:
+    def wanted(self, nodes: Mapping[str, SeenNode], now_s: float) -> Counter[str]:
         """How many nodes of each pool the cluster is to have for us; those that it gives up do not
         count."""
         total: Counter[str] = Counter()
         for run in self.runs.values():
             if not run.silent:
-                total.update({pool: n for pool, n in run.order.waits.items() if n > 0})
+                total.update({pool: n for pool, n in run.waits(now_s).items() if n > 0})
                 total.update(
                     nodes[n].pool
                     for n in run.order.held

@@ -15,7 +15,16 @@ from elastic.policy.pools.release import leaving
 from elastic.policy.speed.relayout import left_for
 from elastic.policy.state.state import Backoff, Request, State
 from elastic.text import n_of
-from elastic.types import Action, Decision, Node, Prepare, Quarantine, ReleaseNode, RequestNodes
+from elastic.types import (
+    Action,
+    Decision,
+    InstancesSeen,
+    Node,
+    Prepare,
+    Quarantine,
+    ReleaseNode,
+    RequestNodes,
+)
 from elastic.types.replacing import follows_from
 
 PREPARE_MOST_S = 600.0  # since its preparation was asked for, or has made progress last
@@ -165,11 +174,11 @@ class _Book:
         self.have = {name: pool_allocation.asked(state, name, now_s) for name in pools}
         bound, most = state.job.max_nodes, most_workers(state.job)
         # all that is paid for counts, also what starts of a request that stands no more
-        n_coming = sum(
-            max(n, seen.starting if (seen := state.instances.get(name)) else 0)
-            for name, n in self.have.items()
-        )
-        self.nodes: float = inf if bound is None else bound - len(state.alive) - n_coming
+        told = {name: state.instances.get(name, InstancesSeen(name)) for name in pools}
+        n_paid = sum(max(n, told[name].starting) for name, n in self.have.items())
+        if state.counts_leaving:
+            n_paid += sum(seen.leaving for seen in told.values())
+        self.nodes: float = inf if bound is None else bound - len(state.alive) - n_paid
         gpus = sum(gpus for _, gpus in state.there.values()) + sum(
             pools[name].gpus_per_node * n for name, n in self.have.items()
         )

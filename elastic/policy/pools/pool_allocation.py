@@ -168,11 +168,12 @@ def patience_s(state: State, pool: str) -> float:
 
 
 def withdrawn_at_s(state: State, request: Request) -> float:
-    """Later while machines of its pool start, which are paid for."""
-    patient_s, seen = patience_s(state, request.pool), state.instances.get(request.pool)
+    """While machines of its pool start, which are paid for, what buys them says when they are not
+    waited for any more."""
+    seen = state.instances.get(request.pool)
     if state.waits_for_started and seen is not None and seen.starting:
-        patient_s = max(patient_s, REQUEST_LASTS_S)
-    return request.at_s + patient_s
+        return request.at_s + REQUEST_MOST_S
+    return request.at_s + patience_s(state, request.pool)
 
 
 def unanswered(state: State, request: Request, now_s: float) -> bool:

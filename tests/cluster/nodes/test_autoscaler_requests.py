@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +26,11 @@ class Clock:
         monkeypatch.setattr(autoscaler, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
 
-def nodes_of(reports: dict[str, AutoscalerReport]) -> AutoscalerNodes:
-    desk: Any = SimpleNamespace(heard=lambda: (reports["now"], True), tell=lambda *told: None)
-    return AutoscalerNodes((SPOT,), desk=desk)
+def nodes_of(
+    reports: dict[str, AutoscalerReport], most: int = 2, tell: Any = lambda *told: None
+) -> AutoscalerNodes:
+    desk: Any = SimpleNamespace(heard=lambda: (reports["now"], True), tell=tell)
+    return AutoscalerNodes((replace(SPOT, max_nodes=most),), desk=desk)
 
 
 def failures(nodes: AutoscalerNodes) -> list[RequestFailed]:
@@ -56,6 +59,7 @@ def test_one_that_never_joins_has_failed(monkeypatch: pytest.MonkeyPatch) -> Non
     clock, reports = Clock(monkeypatch), {"now": AutoscalerReport(coming={"spot": 1})}
     nodes = nodes_of(reports)
     nodes.request("spot", 1, "r1")
+    assert not failures(nodes)
     clock.now_s += 839
     assert not failures(nodes)
     clock.now_s += 2
@@ -64,6 +68,77 @@ def test_one_that_never_joins_has_failed(monkeypatch: pytest.MonkeyPatch) -> Non
         isinstance(failed, RequestFailed)
         and failed.reason == "1 of its nodes did not join within 840 s"
     )
+
+    clock.now_s += 10
+    nodes.request("spot", 1, "r2")
+    assert not failures(nodes)
+    clock.now_s += 1679
+    assert not failures(nodes), "its image may only be a large one"
+    clock.now_s += 2
+    (failed,) = failures(nodes)
+    assert failed.reason == "1 of its nodes did not join within 1680 s"
+
+
+def node_of(name: str) -> RayNode:
+    return RayNode(name, "10.0.0.1", 1, {}, 8, 0, False)
+
+
+@pytest.mark.parametrize("how", ["a launch failed", "no answer"])
+def test_what_starts_for_a_request_that_has_failed_is_used(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """One of two comes; of the one that waits beside them nothing is said."""
+    clock, reports = Clock(monkeypatch), {"now": AutoscalerReport()}
+    told: list[dict[str, int]] = []
+    nodes = nodes_of(reports, most=3, tell=lambda waits, *_: told.append(waits))
+    nodes.request("spot", 1, "r1")
+    nodes.request("spot", 2, "r2")
+    reports["now"] = AutoscalerReport(coming={"spot": 2})
+    assert not failures(nodes)
+    if how == "a launch failed":
+        reports["now"] = AutoscalerReport(coming={"spot": 2}, failed={"spot": 1})
+        why = "its launch failed; the autoscaler's log on the head (monitor.log) says why"
+    else:
+        clock.now_s, why = clock.now_s + 181, "no capacity: no answer within 180 s"
+    assert failures(nodes) == [RequestFailed("spot", "r2", why)]
+    assert told[-1] == {"spot": 2}, "one for each request"
+    assert not failures(nodes), "it is told once"
+    reports["now"] = replace(reports["now"], given={"a": "spot", "b": "spot"}, coming={})
+    clock.now_s += 600
+    events = nodes.news({"a": node_of("a"), "b": node_of("b")})
+    assert [type(event) for event in events] == [NodeReady, NodeReady]
+    assert told[-1] == {} and nodes._dropped == {}
+
+
+def test_a_node_that_joins_counts_as_starting_until_it_is_known_here() -> None:
+    """Else its request, which waits only for what starts, is withdrawn in that moment."""
+    reports = {"now": AutoscalerReport(coming={"spot": 1})}
+    nodes = nodes_of(reports)
+    nodes.request("spot", 1, "r1")
+    assert nodes.news({}) == [InstancesSeen("spot", starting=1)]
+    reports["now"] = AutoscalerReport(given={"a": "spot"})
+    assert nodes.news({}) == []
+    assert [type(event) for event in nodes.news({"a": node_of("a")})] == [NodeReady]
+
+
+def test_a_driver_that_takes_over_takes_what_joins_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, reports = Clock(monkeypatch), {"now": AutoscalerReport()}
+    nodes = nodes_of(reports)
+    nodes.takes_until_s = clock.now_s + 45
+    reports["now"] = AutoscalerReport(given={"a": "spot"})
+    assert [type(event) for event in nodes.news({"a": node_of("a")})] == [NodeReady]
+    clock.now_s += 46
+    reports["now"] = AutoscalerReport(given={"a": "spot", "b": "spot"})
+    assert nodes.news({name: node_of(name) for name in "ab"}) == [InstancesSeen("spot", leaving=1)]
+
+
+def test_pods_that_may_have_no_machine_are_not_paid_for() -> None:
+    reports = {"now": AutoscalerReport(coming={"spot": 2}, machines=False)}
+    nodes = nodes_of(reports)
+    nodes.request("spot", 2, "r1")
+    assert nodes.news({}) == []
 
 
 def test_a_machine_that_nobody_reaches_does_not_keep_the_others(

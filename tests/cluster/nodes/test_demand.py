@@ -19,7 +19,14 @@ from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.nodes import autoscaler, autoscaler_agent
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
 from elastic.cluster.nodes.autoscaler_agent import AutoscalerAgent, AutoscalerReport, Reasons
-from elastic.cluster.nodes.demand import LEAVE_MOST_S, UNASKED_S, Demand, DemandReport, SeenNode
+from elastic.cluster.nodes.demand import (
+    LEAVE_MOST_S,
+    TAKE_OVER_S,
+    UNASKED_S,
+    Demand,
+    DemandReport,
+    SeenNode,
+)
 from elastic.cluster.nodes.node_types import NodeType, ResourceBundle, bundle_of, read_types
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray._ray_private import Scaling
@@ -55,7 +62,7 @@ def test_the_request_is_the_sum_of_what_is_held_and_waited_for() -> None:
     demand.hear(replace(ORDER, namespace="b", waits={"safe": 2}), 0)
     seen = nodes(n1="spot") | {"n2": SeenNode("spot", draining=True)}
     demand.look(seen, 0)
-    assert demand.wanted(seen) == Counter({"spot": 2, "safe": 2}), (
+    assert demand.wanted(seen, 0) == Counter({"spot": 2, "safe": 2}), (
         "a node that is preempted is not asked for any more"
     )
 
@@ -103,10 +110,12 @@ def test_a_silent_driver_loses_its_request_and_its_nodes_and_may_come_back() -> 
     order = replace(ORDER, waits={"safe": 1}, held=frozenset(seen))
     demand.hear(order, 0)
     demand.look(seen, 100)
-    assert demand.wanted(seen)
+    assert demand.wanted(seen, 0)
     demand.look(seen, 101)
     assert (
-        not demand.wanted(seen) and demand.to_drain(seen, {}) == ["n1"] and not demand.overdue(101)
+        not demand.wanted(seen, 0)
+        and demand.to_drain(seen, {}) == ["n1"]
+        and not demand.overdue(101)
     )
     demand.forget_gone()
     assert [run.order.namespace for run in demand.overdue(102 + LEAVE_MOST_S)] == ["a"]
@@ -116,6 +125,24 @@ def test_a_silent_driver_loses_its_request_and_its_nodes_and_may_come_back() -> 
     demand.look({}, 300)
     demand.forget_gone()
     assert not demand.runs
+
+
+def test_what_starts_for_the_driver_before_comes_to_the_next_one() -> None:
+    """It asks for nothing while it attaches, and the machine is paid for since its launch."""
+    demand = Demand()
+    demand.look(nodes(), 0)
+    demand.hear(replace(ORDER, waits={"spot": 2}), 0)
+    demand.hear(replace(ORDER, epoch=2), 10)
+    seen = nodes(n1="spot")
+    demand.look(seen, 20)
+    assert demand.given("a") == {"n1": "spot"}
+    demand.hear(replace(ORDER, epoch=2, held=frozenset({"n1"}), waits={"spot": 1}), 30)
+    assert demand.wanted(seen, 30) == {"spot": 2}, "one is held, and one may come yet"
+    demand.hear(replace(ORDER, epoch=2, held=frozenset({"n1"})), 40)
+    assert demand.wanted(seen, 40) == {"spot": 2}
+    assert demand.wanted(seen, 10 + TAKE_OVER_S) == {"spot": 1}
+    demand.hear(replace(ORDER, epoch=3, fresh=True), 60)
+    assert demand.wanted(nodes(), 60) == {}
 
 
 def test_an_older_driver_is_not_heard_and_a_fresh_one_inherits_nothing() -> None:

@@ -10,7 +10,7 @@ from support.policy.story import Story, job
 
 from elastic.policy.pools.node_orders import capacity, potential
 from elastic.policy.state.fold import Backoff, Request, State
-from elastic.types import Job, Node, Pool, RequestNodes
+from elastic.types import InstancesSeen, Job, Node, Pool, RequestNodes
 
 SPOT = Pool("cheap", "CPU", 2, "spot", 1.0, 0, 3)
 FIXED = Pool("fixed", "CPU", 2, "on-demand", 3.0, 0, 2)
@@ -58,6 +58,19 @@ def test_what_is_there_or_coming_counts_and_what_is_leaving_does_not() -> None:
     assert asked(found) == [("cheap", 2), ("fixed", 1)]
     # a request without an answer is taken back
     assert asked(found, 901.0) == [("fixed", 0), ("cheap", 2)]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_machines_that_have_not_ended_count_for_max_nodes(flag: bool) -> None:
+    """Three of four nodes are there or start, and one that was released is still paid for."""
+    found = state(
+        nodes={"a": Node("a", "cheap", 2, "prepared")},
+        requests={"cheap-1": Request("cheap-1", "cheap", 1, 0.0)},
+        instances={"cheap": InstancesSeen("cheap", 1), "fixed": InstancesSeen("fixed", 0, 1)},
+        job=Job.from_plain(job(max_nodes=4)),
+        counts_leaving=flag,
+    )
+    assert sum(n for _, n in asked(found)) == (1 if flag else 2)
 
 
 def test_a_pool_that_said_no_is_left_alone_until_its_time() -> None:
