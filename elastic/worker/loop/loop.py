@@ -19,6 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,13 @@ NO_HOST = (
 PLAIN_START = (
     "{file} enters elastic.loop, which neither python nor torchrun can start: `elastic run "
     "--script {file} -- ARGS` does, on this machine (--local) or on a Ray cluster"
+)
+
+
+OF_TOKENS = ("int16", "int32", "int64", "uint16", "uint32")
+COUNTS_SAMPLES = (
+    "elastic.loop: the loss is divided by the number of samples, and a sample is {} whole numbers; "
+    "if they are tokens, count=lambda rows: ... says how many the loss sums over (docs/loop.md)"
 )
 
 
@@ -175,6 +183,8 @@ class loop:
         caller = frame.f_back if frame is not None else None
         mine = {**by_name(self.optimizer), **{f"extra {k}": x for k, x in self.extra_state.items()}}
         lines = forgotten(caller, taken(self.model, mine))
+        if self.count is None and _whole_numbers(self.dataset[0]) > 1:
+            lines = (*lines, COUNTS_SAMPLES.format(_whole_numbers(self.dataset[0])))
         run = Run(replace(self._program(), notes=lines), self.optimizer)
         run.given = GivenModel(self.model)
         return host.entered(run)
@@ -446,6 +456,12 @@ class Run:
         if self._mean and self._n_backward < count:
             raise ProgramError(f"run.backward was given {A_MEAN}")
         self._looked = count > 1 and not self.model.broken
+
+
+def _whole_numbers(sample: Any) -> int:
+    """How many a sample consists of that is one tensor, or array, of them; 0 = it is none."""
+    sizes, dtype = getattr(sample, "shape", ()), str(getattr(sample, "dtype", ""))
+    return prod(sizes) if dtype.removeprefix("torch.") in OF_TOKENS else 0
 
 
 def _refuse_a_plain_start(frame: types.FrameType | None) -> None:

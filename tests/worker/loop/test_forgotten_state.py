@@ -114,3 +114,36 @@ def test_what_each_epoch_begins_anew_is_not(tmp_path: Path) -> None:
     file.write_text(TEXT.format(before="seen = 0", body="total += 1; seen += 1", enter=enter))
     (said,) = capture(file, [], 0).notes
     assert "seen is carried" in said
+
+
+TOKENS = """
+import torch, elastic
+model = torch.nn.Embedding(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = {rows}
+with elastic.loop(model=model, optimizer=optimizer, dataset=rows, steps=4, global_batch=4{extra}) as run:
+    for x in run:
+        run.backward(run.model({x}).sum())
+        run.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "x", "extra", "told"),
+    [
+        ("torch.ones(16, 5, dtype=torch.int64)", "x", "", True),
+        ("torch.ones(16, 5, dtype=torch.int64).numpy()", "x", "", True),
+        ("torch.ones(16, 5, dtype=torch.int64)", "x", ", count=lambda rows: rows.numel()", False),
+        ("torch.ones(16, dtype=torch.int64)", "x", "", False),
+        ("[(row, row) for row in torch.ones(16, 5, dtype=torch.int64)]", "x[0]", "", False),
+    ],
+)
+def test_rows_of_tokens_that_are_counted_as_samples_are_told(
+    tmp_path: Path, rows: str, x: str, extra: str, told: bool
+) -> None:
+    """Else the loss, and with it the gradient that is clipped, is as many times too large."""
+    file = tmp_path / "train.py"
+    file.write_text(TOKENS.format(rows=rows, x=x, extra=extra))
+    found = list(capture(file, [], 0).notes)
+    assert len(found) == told
+    assert not told or "a sample is 5 whole numbers; if they are tokens, count=" in found[0]
