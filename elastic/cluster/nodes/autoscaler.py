@@ -312,7 +312,7 @@ class AutoscalerNodes(ClusterNodes):
         return asked.started_s is not None and now_s - asked.started_s > self._most_s(asked.pool)
 
     def _most_s(self, pool: str) -> float:
-        return self.join_most_s * min(LONGER_MOST, 2 ** self._late[pool])
+        return self.join_most_s * min(LONGER_MOST, 1 << self._late[pool])
 
     def _why_failed(
         self, asked: _Open, report: AutoscalerReport, impossible: bool, *, failed: bool, late: bool

@@ -197,9 +197,14 @@ def test_the_old_boxes_leave_the_device_where_both_shards_do_not_fit(via: Any, m
         Held(2, 0, 6, kind, Layout(), (), {box.fqn: (box, tensors[kind])})
         for kind in ("live", "peer")
     ]  # type: ignore[arg-type]
+    sizes: list[int] = []
+    reads = SimpleNamespace(  # a host copy of the generation before: it must have read them
+        result=lambda: sizes.append(tensors["live"].untyped_storage().nbytes())
+    )
     place: Any = SimpleNamespace(
         held=held,
         wait_for_checks=lambda: None,
+        copying=reads,
         host_memory=HostMemory(),
         side=SideStream(torch.device("cpu")),
         device=torch.device("cpu"),
@@ -214,3 +219,4 @@ def test_the_old_boxes_leave_the_device_where_both_shards_do_not_fit(via: Any, m
         "peer"
     ].untyped_storage().nbytes() == 16
     assert live.tensors[box.fqn][1].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert sizes == ([16] if moves else []), "it is waited for before, and only where it must be"
