@@ -214,7 +214,9 @@ class AutoscalerNodes(ClusterNodes):
         if current:  # the watcher knows of them; what is gone is not dealt again
             there = {*alive, *report.given}
             self._dropped = {
-                ray_id: pool for ray_id, pool in self._dropped.items() if ray_id in there
+                ray_id: pool
+                for ray_id, pool in self._dropped.items()
+                if ray_id in there and ray_id not in report.stay
             }
         ours = {ray_id for _, ray_id in self._ours.values()}
         events = [

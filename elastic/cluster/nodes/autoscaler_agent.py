@@ -55,7 +55,8 @@ class AutoscalerReport:
     `refused`. `impossible`: the cluster cannot have all that is asked of it together, and starts
     nothing. `replaced`: a newer driver has the run. `looked_s`: seconds since its last look at the
     cluster ended, well or not: one that hangs in a look still answers orders, and asks for nothing
-    more. `machines`: what is `coming` has a machine, that is paid for (of a pod nobody knows)."""
+    more. `machines`: what is `coming` has a machine, that is paid for (of a pod nobody knows).
+    `stay`: nodes that were released and that the cluster keeps, for whoever asks next."""
 
     given: Mapping[str, str] = field(default_factory=dict)
     coming: Mapping[str, int] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class AutoscalerReport:
     replaced: bool = False
     looked_s: float = 0.0
     machines: bool = True
+    stay: frozenset[str] = frozenset()
 
 
 class AutoscalerAgent:
@@ -150,6 +152,7 @@ class AutoscalerAgent:
             current and scaling.infeasible == as_ray_says,
             looked_s=time.monotonic() - self._looked_s,
             machines=self._types is not None,
+            stay=frozenset(self._demand.stay),
         )
 
     def _type_name(self, pool: Pool) -> str:

@@ -79,11 +79,12 @@ class _Run:
 
 @dataclass
 class Demand:
-    """`leaving`: nodes that nobody wants any more, since when. `_new`: nodes that came meanwhile,
-    since when."""
+    """`leaving`: nodes that nobody wants any more, since when. `stay`: those that the cluster keeps
+    all the same, for whoever asks next. `_new`: nodes that came meanwhile, since when."""
 
     runs: dict[str, _Run] = field(default_factory=dict)
     leaving: dict[str, float] = field(default_factory=dict)
+    stay: set[str] = field(default_factory=set)
     _known: set[str] | None = None
     _new: dict[str, float] = field(default_factory=dict)
 
@@ -102,7 +103,9 @@ class Demand:
                 node: since for node, since in self.leaving.items() if node not in run.given
             }
         run.order, run.heard_s, run.silent = order, now_s, False
-        self._leave((node for node in gone if node in run.given or node in order.dropped), now_s)
+        others = {node for other in self.runs.values() if other is not run for node in other.given}
+        mine = {node for node in gone if node in run.given or node in order.dropped}
+        self._leave(mine - others, now_s)
         run.given = {node: pool for node, pool in run.given.items() if node not in gone}
         return True
 
@@ -120,6 +123,7 @@ class Demand:
             self._new |= dict.fromkeys(set(nodes) - self._known, now_s)
         self._known = (self._known or set()) | set(nodes)
         self.leaving = {node: since for node, since in self.leaving.items() if node in nodes}
+        self.stay &= set(nodes)
         for run in self.runs.values():
             run.given |= {
                 node: nodes[node].pool
@@ -139,6 +143,7 @@ class Demand:
                 for node in [node for node in free if nodes[node].pool == pool][:n_missing]:
                     run.given[node] = pool
                     free.remove(node)
+                    self.stay.discard(node)
                     run.inherited[pool] = run.inherited.get(pool, 0) - 1
         self._leave(
             (node for node in free if now_s - self._new.get(node, now_s) >= UNASKED_S), now_s
@@ -197,4 +202,5 @@ class Demand:
                 stay[pool] += 1
                 self._new.pop(node, None)
                 del self.leaving[node]
+                self.stay.add(node)
         return sorted(self.leaving.keys() & nodes.keys())

@@ -134,6 +134,20 @@ def test_a_driver_that_takes_over_takes_what_joins_meanwhile(
     assert nodes.news({name: node_of(name) for name in "ab"}) == [InstancesSeen("spot", leaving=1)]
 
 
+def test_a_node_that_the_cluster_keeps_may_be_had_again() -> None:
+    reports = {"now": AutoscalerReport(given={"a": "spot"})}
+    nodes, there = nodes_of(reports), {"a": node_of("a")}
+    nodes.request("spot", 1, "r1")
+    (ready,) = nodes.news(there)
+    assert isinstance(ready, NodeReady)
+    nodes.release(ready.node.node_id)
+    reports["now"] = AutoscalerReport(stay=frozenset("a"))
+    assert nodes.news(there) == [], "it is on this run's bill no more"
+    nodes.request("spot", 1, "r2")
+    reports["now"] = AutoscalerReport(given={"a": "spot"})
+    assert [type(event) for event in nodes.news(there)] == [NodeReady]
+
+
 def test_pods_that_may_have_no_machine_are_not_paid_for() -> None:
     reports = {"now": AutoscalerReport(coming={"spot": 2}, machines=False)}
     nodes = nodes_of(reports)

@@ -94,6 +94,30 @@ def test_a_node_below_the_least_of_its_type_stays_for_the_next_request() -> None
     assert set(demand.given("b")) == {"n1"}
 
 
+def test_a_run_has_a_node_again_that_it_released_and_that_the_cluster_keeps() -> None:
+    demand, seen = Demand(), nodes(n1="spot")
+    demand.hear(replace(ORDER, held=frozenset(seen)), 0)
+    demand.look(seen, 0)
+    demand.hear(replace(ORDER, dropped=frozenset(seen)), 1)
+    demand.look(seen, 1)
+    assert demand.to_drain(seen, {"spot": 1}) == [] and demand.stay == {"n1"}
+    demand.hear(replace(ORDER, waits={"spot": 1}), 2)  # its driver has heard that it stays
+    demand.look(seen, 2)
+    assert demand.given("a") == {"n1": "spot"} and demand.stay == set()
+
+
+def test_a_driver_that_has_dropped_a_node_does_not_take_it_from_the_next_run() -> None:
+    demand, seen = Demand(), nodes(n1="spot")
+    demand.hear(replace(ORDER, held=frozenset(seen)), 0)
+    demand.look(seen, 0)
+    demand.hear(replace(ORDER, dropped=frozenset(seen)), 1)
+    demand.to_drain(seen, {"spot": 1})
+    demand.hear(replace(ORDER, namespace="b", waits={"spot": 1}), 2)
+    demand.look(seen, 2)
+    demand.hear(replace(ORDER, dropped=frozenset(seen)), 3)
+    assert demand.given("b") == {"n1": "spot"} and not demand.leaving
+
+
 def test_what_comes_unasked_goes_after_a_while() -> None:
     demand = Demand()
     demand.hear(ORDER, 0)
