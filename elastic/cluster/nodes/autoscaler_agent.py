@@ -78,7 +78,8 @@ class AutoscalerAgent:
         here = self._monitor = monitor_here()
         # None = not known
         self._types = read_types(here.config) if here is not None and here.config else None
-        self._demand, self._pools = Demand(), dict[str, Pool]()
+        self._demand = Demand(ends_unasked=self._types is not None)
+        self._pools: dict[str, Pool] = {}
         self._reasons = Reasons(
             here.log if here else Path("/tmp/ray/session_latest/logs/monitor.log")
         )

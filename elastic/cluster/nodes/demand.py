@@ -145,9 +145,10 @@ class Demand:
                     free.remove(node)
                     self.stay.discard(node)
                     run.inherited[pool] = run.inherited.get(pool, 0) - 1
-        self._leave(
-            (node for node in free if now_s - self._new.get(node, now_s) >= UNASKED_S), now_s
-        )
+        if self.ends_unasked:
+            self._leave(
+                (node for node in free if now_s - self._new.get(node, now_s) >= UNASKED_S), now_s
+            )
 
     def _leave(self, nodes: Iterable[str], now_s: float) -> None:
         for node in nodes:

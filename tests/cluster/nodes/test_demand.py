@@ -94,6 +94,19 @@ def test_a_node_below_the_least_of_its_type_stays_for_the_next_request() -> None
     assert set(demand.given("b")) == {"n1"}
 
 
+def test_on_kubernetes_what_comes_unasked_is_left_to_the_clusters_own_timeout() -> None:
+    """It may be one of its minReplicas: ended, it would be replaced, again and again."""
+    demand = Demand(ends_unasked=False)
+    demand.hear(ORDER, 0)
+    demand.look({}, 0)
+    demand.look(nodes(n1="spot"), 1)
+    demand.look(nodes(n1="spot"), 1 + 10 * UNASKED_S)
+    assert not demand.leaving
+    demand.hear(replace(ORDER, waits={"spot": 1}), 200)
+    demand.look(nodes(n1="spot"), 200)
+    assert demand.given("a") == {"n1": "spot"}
+
+
 def test_a_run_has_a_node_again_that_it_released_and_that_the_cluster_keeps() -> None:
     demand, seen = Demand(), nodes(n1="spot")
     demand.hear(replace(ORDER, held=frozenset(seen)), 0)
