@@ -80,8 +80,11 @@ class _Run:
 @dataclass
 class Demand:
     """`leaving`: nodes that nobody wants any more, since when. `stay`: those that the cluster keeps
-    all the same, for whoever asks next. `_new`: nodes that came meanwhile, since when."""
+    all the same, for whoever asks next. `_new`: nodes that came meanwhile, since when.
+    `ends_unasked`: what nobody asked for is ended from here; else the cluster does it where it is
+    idle and more than it keeps anyway, of which nothing is known here (Kubernetes)."""
 
+    ends_unasked: bool = True
     runs: dict[str, _Run] = field(default_factory=dict)
     leaving: dict[str, float] = field(default_factory=dict)
     stay: set[str] = field(default_factory=set)
