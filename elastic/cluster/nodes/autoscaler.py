@@ -161,7 +161,7 @@ class _Open:
     pool: str
     request_id: str
     missing: int
-    short: int  # that the pool's bound does not allow
+    short: int  # that the pool's bound does not allow yet: nodes that leave may make room
     coming_s: float
     failed_before: int
     uncovered: int
@@ -201,13 +201,15 @@ class AutoscalerNodes(ClusterNodes):
         if request_id in self._requests:
             return
         self._requests.add(request_id)
-        waits = sum(asked.missing for asked in self._open if asked.pool == pool)
-        most = self._capacity.get(pool, 0) - self._used(pool) - waits
-        allowed = max(0, min(count, most))
+        allowed = max(0, min(count, self._room(pool)))
         failed = self.desk.heard()[0].failed.get(pool, 0)
         now_s = time.monotonic()
         self._open.append(_Open(pool, request_id, allowed, count - allowed, now_s, failed, allowed))
         self._tell()
+
+    def _room(self, pool: str) -> int:
+        waits = sum(asked.missing for asked in self._open if asked.pool == pool)
+        return self._capacity.get(pool, 0) - self._used(pool) - waits
 
     def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
         report, current = self.desk.heard()
@@ -237,6 +239,9 @@ class AutoscalerNodes(ClusterNodes):
         left, standing = Counter(coming), [one for one in self._open if not one.told]
         newest = {one.pool: one for one in standing}
         for asked in list(self._open):
+            if asked.short and (room := self._room(asked.pool)) > 0:
+                asked.missing += min(room, asked.short)
+                asked.short -= min(room, asked.short)
             starting = min(asked.missing, left[asked.pool])
             left[asked.pool] -= starting
             late, why = self._is_late(asked, starting), ""
@@ -249,8 +254,8 @@ class AutoscalerNodes(ClusterNodes):
                 events.append(RequestFailed(asked.pool, asked.request_id, why))
                 asked.told = True
             if asked.told:
-                asked.missing = 0 if late else starting
-            if asked.missing <= 0:
+                asked.missing, asked.short = 0 if late else starting, 0
+            if asked.missing + asked.short <= 0:
                 self._open.remove(asked)
         for one in self._open:  # a failed launch is that of the pool's newest request
             one.failed_before = report.failed.get(one.pool, 0)
@@ -305,7 +310,7 @@ class AutoscalerNodes(ClusterNodes):
 
     def _is_late(self, asked: _Open, starting: int) -> bool:
         """Have its instances had their time to join?"""
-        now_s, uncovered = time.monotonic(), asked.missing - starting
+        now_s, uncovered = time.monotonic(), asked.missing + asked.short - starting
         if starting and asked.started_s is None:
             asked.started_s = now_s
         if uncovered <= 0 or uncovered < asked.uncovered:
@@ -321,9 +326,10 @@ class AutoscalerNodes(ClusterNodes):
     ) -> str:
         """'' = it has not."""
         pool = asked.pool
+        over = time.monotonic() - asked.coming_s > self.launch_most_s
         if asked.missing <= 0:
             used, most = self._used(pool), self._capacity[pool]
-            return f"no capacity: {used} of {most} in use" if asked.short > 0 else ""
+            return f"no capacity: {used} of {most} in use" if asked.short and over else ""
         if pool in report.refused:
             return report.refused[pool]
         if failed:
@@ -340,7 +346,7 @@ class AutoscalerNodes(ClusterNodes):
             most_s = self._most_s(pool)
             self._late[pool] += 1
             return f"{asked.missing} of its nodes did not join within {most_s:.0f} s"
-        if time.monotonic() - asked.coming_s > self.launch_most_s:
+        if over:
             return f"no capacity: no answer within {self.launch_most_s:.0f} s"
         return ""
 

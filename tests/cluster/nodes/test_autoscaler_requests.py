@@ -148,6 +148,29 @@ def test_a_node_that_the_cluster_keeps_may_be_had_again() -> None:
     assert [type(event) for event in nodes.news(there)] == [NodeReady]
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_request_of_a_full_pool_waits_for_the_nodes_that_leave_it(
+    monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """All have a notice, and what replaces them is asked for at once: no drought."""
+    clock, told = Clock(monkeypatch), []
+    there = {name: node_of(name) for name in "ab"}
+    reports = {"now": AutoscalerReport(given=dict.fromkeys(there, "spot"))}
+    nodes = nodes_of(reports, tell=lambda waits, *_: told.append(waits))
+    nodes.request("spot", 2, "r1")
+    ready = [event for event in nodes.news(there) if isinstance(event, NodeReady)]
+    nodes.request("spot", 2, "r2")
+    clock.now_s += 179
+    assert len(ready) == 2 and not nodes.news(there) and told[-1] == {}
+    if leaves:
+        nodes.lost(ready[0].node.node_id)
+        nodes.news(there)
+        assert told[-1] == {"spot": 1}
+        return
+    clock.now_s += 2
+    assert nodes.news(there) == [RequestFailed("spot", "r2", "no capacity: 2 of 2 in use")]
+
+
 def test_pods_that_may_have_no_machine_are_not_paid_for() -> None:
     reports = {"now": AutoscalerReport(coming={"spot": 2}, machines=False)}
     nodes = nodes_of(reports)
