@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from elastic.cluster.backend import drills
@@ -31,7 +30,7 @@ from elastic.cluster.nodes.providers import EmbeddedNodes, NodeProvider
 from elastic.cluster.nodes.survey import AWAY_MOST_S, Survey
 from elastic.cluster.notices.notice_watchers import drain_in_ray
 from elastic.cluster.workers.admission_links import Entrance
-from elastic.cluster.workers.output import LastWords, calls_file, last_words
+from elastic.cluster.workers.output import CALLS, LastWords, file_of, last_words
 from elastic.cluster.workers.worker_actor import WorkerSetup
 from elastic.cluster.workers.worker_group import (
     UNTOLD,
@@ -324,7 +323,7 @@ class RayBackend(HostingBackend):
         if broken.kind == "infrastructure":
             generation = self.worker_group.generation(worker)
             return [WorkerFailed(worker, generation, "infrastructure", broken.error)]
-        words = self._last_words(broken.pid)
+        words = self._last_words(worker, broken.pid)
         unlike = MISMATCH in words.crash
         found = self._mismatch(worker, broken.pid, words.crash) if unlike else []
         known = self._killed(worker, broken.pid) or broken.error
@@ -352,7 +351,8 @@ class RayBackend(HostingBackend):
         if not self.run.logs:
             return [unlike]
         pids = [pid if one == dead else self.worker_group.pid(one) for one in plan.ranks]
-        files = [calls_file(Path(self.run.logs), one) for one in pids]
+        of = zip(plan.ranks, pids, strict=True)
+        files = [file_of(self.run.logs, str(one), number, CALLS) for one, number in of]
         ranks = {n: calls_in(file, plan.generation) for n, file in enumerate(files)}
         told = difference(ranks) if all(ranks.values()) else ""
         if told:
@@ -363,9 +363,10 @@ class RayBackend(HostingBackend):
         behind = f"; its script had come to {last}" if last else ""
         return [replace(unlike, error=unlike.error + behind)]
 
-    def _last_words(self, pid: int) -> LastWords:
+    def _last_words(self, worker: WorkerId, pid: int) -> LastWords:
         """Of a process; none where it wrote nothing, or not where this driver can read."""
-        words = last_words(self.run.logs, pid) if self.run.logs and pid else LastWords()
+        known = self.run.logs and pid
+        words = last_words(self.run.logs, str(worker), pid) if known else LastWords()
         if not words and self.cluster is not None and pid:
             words = LastWords.of(self.cluster.errors_of(pid))
         return words

@@ -48,8 +48,7 @@ class Output:
     clears) cost output and nothing else."""
 
     def __init__(self, folder: str, worker: str) -> None:
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", worker)
-        self.path = Path(folder, f"{name}-{os.getpid()}.log")
+        self.path = file_of(folder, worker, os.getpid())
         make_folder(self.path.parent)
         prune(self.path.parent)
         self._lock = threading.Lock()
@@ -121,9 +120,11 @@ class Output:
         return (*missed, *(masked_text(line) for line in lines if not line.startswith(LOG_MARK)))
 
 
-def calls_file(folder: Path, pid: int) -> Path:
-    """Of a process: what the script in it calls."""
-    return folder / f"{pid}{CALLS}"
+def file_of(folder: str | Path, worker: str, pid: int, end: str = ".log") -> Path:
+    """What a process of the worker has printed, or (`CALLS`) what the script in it calls. Processes
+    of several hosts may have one pid, and write into one folder."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", worker)
+    return Path(folder, f"{name}-{pid}{end}")
 
 
 @dataclass(frozen=True)
@@ -154,13 +155,14 @@ class LastWords:
         return f'; its last lines: "{lines}"' if lines else ""
 
 
-def last_words(folder: str, pid: int) -> LastWords:
+def last_words(folder: str, worker: str, pid: int) -> LastWords:
     """Of a process whose file is here."""
-    for file in Path(folder).glob(f"*-{pid}.log"):
-        with file.open("rb") as log:
-            log.seek(max(0, file.stat().st_size - CRASH_BYTES))
+    try:
+        with file_of(folder, worker, pid).open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - CRASH_BYTES))
             return LastWords.of(log.read().decode(errors="replace"))
-    return LastWords()
+    except FileNotFoundError:
+        return LastWords()
 
 
 def _say(text: str) -> None:

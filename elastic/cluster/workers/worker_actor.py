@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.cluster.ray import processes
-from elastic.cluster.workers.output import Output, calls_file
+from elastic.cluster.workers.output import CALLS, Output, file_of
 from elastic.errors import ElasticError, SpecError
 from elastic.types import (
     DigestPart,
@@ -97,7 +97,8 @@ class Worker:
         self.setup, self.epoch = setup, setup.epoch
         self.session = _imported(setup.session)(setup.me, setup.job, setup.run_uri)
         if self.output is not None:
-            self.session.calls_file = calls_file(self.output.path.parent, os.getpid())
+            folder = self.output.path.parent
+            self.session.calls_file = file_of(folder, str(setup.me), os.getpid(), CALLS)
         if setup.train_function:  # each start of the function is another copy of it
             from elastic.cluster.workers import train_function
 

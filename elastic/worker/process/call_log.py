@@ -197,16 +197,19 @@ def calls_in(path: Path, generation: int) -> tuple[PartCalls, ...]:
     first, *lines = said.rpartition("\n")[0].split("\n")
     parts: list[_Part] = []
     done: dict[int, int] = {}
-    for line in lines:
-        kind, rest = line[:1], line[1:]
-        if kind == PART:
-            parts.append(_Part(int(rest)))
-        elif kind == DONE:
-            done[parts[-1].number] = int(rest)
-        else:
-            parts[-1].letters += kind
-            parts[-1].places += [rest] if rest else []
     if first != f"{GENERATION}{generation}":
+        return ()
+    try:
+        for line in lines:
+            kind, rest = line[:1], line[1:]
+            if kind == PART:
+                parts.append(_Part(int(rest)))
+            elif kind == DONE:
+                done[parts[-1].number] = int(rest)
+            else:
+                parts[-1].letters += kind
+                parts[-1].places += [rest] if rest else []
+    except (ValueError, IndexError):  # what another process has written over it
         return ()
     return tuple(
         PartCalls(p.number, p.number in done, n, p.letters, tuple(p.places))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.cluster.backend.ray_backend import RayBackend
-from elastic.cluster.workers.output import calls_file
+from elastic.cluster.workers.output import CALLS, file_of
 from elastic.cluster.workers.worker_group import BrokenWorker
 from elastic.types import Layout, Plan, WorkerFailed, WorkerId
 from elastic.worker.process.call_log import CallLog
@@ -23,7 +23,8 @@ GLOO = "[enforce fail at /a/pair.cc:456] 20 vs 10. Is there a distributed collec
 
 def kept(folder: Path, pid: int, n_calls: int, generation: int = 3) -> None:
     log = CallLog()
-    log.keep_in(calls_file(folder, pid))
+    worker = next(worker for worker in PIDS if PIDS[worker] == pid)
+    log.keep_in(file_of(folder, str(worker), pid, CALLS))
     log.enter(generation)
     log.begin(18)
     for _ in range(n_calls):

@@ -73,11 +73,12 @@ def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
     assert {path.name for path in file.parent.glob("*.log*")} == {file.name, old.name}
     assert "line 199 of many" in file.read_text() and "line 199" not in old.read_text()
     assert file.stat().st_size < 3500 and old.stat().st_size < 3500
-    assert output.last_words(str(file.parent), pid).lines[-2:] == (
+    assert output.last_words(str(file.parent), "spot-1/0", pid).lines[-2:] == (
         "line 199 of many",
         "the last words",
     )
-    assert not output.last_words(str(file.parent), 1)
+    assert not output.last_words(str(file.parent), "spot-1/0", 1)
+    assert not output.last_words(str(file.parent), "spot-2/0", pid), "of another host"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_everything_is_in_the_file_and_rank_0_is_told(tmp_path: Path) -> None:
 def test_what_a_process_has_died_of(tmp_path: Path, wrote: str, died_of: str) -> None:
     """Not the list of modules that stands behind it."""
     (tmp_path / "n-0-7.log").write_text(f"step 1\n{wrote}\n\nExtension modules: numpy._core\n")
-    words = output.last_words(str(tmp_path), 7)
+    words = output.last_words(str(tmp_path), "n/0", 7)
     assert (words.crash, words.lines) == (died_of, ())
     assert str(words) == f"; it wrote: {died_of}"
 
@@ -110,7 +111,7 @@ def test_lines_that_tell_of_no_crash_are_no_cause(tmp_path: Path) -> None:
     (tmp_path / "n-0-7.log").write_text(
         f"note 1\nnote 2\nnote 3\n{output.LOG_MARK}generation 2\n\n10%|#\r20%|##\nstep 4: loss 2"
     )
-    words = output.last_words(str(tmp_path), 7)
+    words = output.last_words(str(tmp_path), "n/0", 7)
     assert words == output.LastWords("", ("note 3", "20%|##", "step 4: loss 2"))
     assert str(words) == '; its last lines: "note 3 | 20%|## | step 4: loss 2"'
     assert str(output.LastWords()) == ""
@@ -125,7 +126,7 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     left = {int(path.name.split("-")[1]) for path in tmp_path.glob("*.log")}
     assert left == set(range(3, output.FILES_KEPT + 3))
     for k in range(output.FILES_KEPT + 3):
-        output.calls_file(tmp_path, k).touch()
+        output.file_of(tmp_path, "n/0", k, output.CALLS).touch()
     (tmp_path / output.PRUNED).unlink()
     output.prune(tmp_path)
     assert len(list(tmp_path.glob(f"*{output.CALLS}"))) == output.FILES_KEPT
