@@ -39,7 +39,7 @@ class ScriptAtLoop:
     def of(cls, file: Path, args: Sequence[str], seed: int, steps: int) -> ScriptAtLoop:
         script = Script(ScriptSource(str(file), tuple(args), seed), torch.device("cpu"))
         program = script.start()
-        model = program.model().train()
+        model = program.model()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         extra = ExtraState(program.extra_state)
         boxes = {

@@ -128,6 +128,7 @@ class PreparedTrainer:
         given, losses = self._given(), Losses(self.trainer)
         optimizer, scheduler = self.trainer.create_optimizer(), self.trainer.lr_scheduler
         most = -(-given["global_batch"] // self.trainer.args.per_device_train_batch_size)
+        self.trainer.model.train()  # as a Trainer does at each step: from_pretrained leaves it off
         entered = loop(
             model=self.trainer.model,
             optimizer=optimizer,

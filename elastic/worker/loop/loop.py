@@ -75,6 +75,12 @@ COUNTS_SAMPLES = (
 )
 
 
+EVALUATES = (
+    "elastic.loop: the model is in evaluation mode, as from_pretrained leaves it: dropout is off; "
+    "call model.train() before the loop"
+)
+
+
 class Host(Protocol):
     """What has started the script."""
 
@@ -185,6 +191,8 @@ class loop:
         lines = forgotten(caller, taken(self.model, mine))
         if self.count is None and _whole_numbers(self.dataset[0]) > 1:
             lines = (*lines, COUNTS_SAMPLES.format(_whole_numbers(self.dataset[0])))
+        if not self.model.training:
+            lines = (*lines, EVALUATES)
         run = Run(replace(self._program(), notes=lines), self.optimizer)
         run.given = GivenModel(self.model)
         return host.entered(run)

@@ -147,3 +147,9 @@ def test_rows_of_tokens_that_are_counted_as_samples_are_told(
     found = list(capture(file, [], 0).notes)
     assert len(found) == told
     assert not told or "a sample is 5 whole numbers; if they are tokens, count=" in found[0]
+
+
+def test_a_model_that_is_left_in_evaluation_mode_is_told(tmp_path: Path) -> None:
+    (said,) = notes(tmp_path, before="model.eval()")
+    assert "the model is in evaluation mode" in said
+    assert notes(tmp_path, before="model.eval(); model.train()") == []

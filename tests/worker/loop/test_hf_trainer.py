@@ -91,6 +91,21 @@ def test_it_trains_as_the_trainer_itself(tmp_path: Path, model: str) -> None:
     assert losses == pytest.approx(alone, abs=1e-4)
 
 
+def test_dropout_is_on_also_of_a_model_from_pretrained(tmp_path: Path) -> None:
+    """Which comes in evaluation mode; a Trainer calls model.train() at each step."""
+    found = {}
+    for name, dropout, mode in (
+        ("new", 0.5, "train"),
+        ("loaded", 0.5, "eval"),
+        ("none", 0.0, "eval"),
+    ):
+        model = OF_A_MODEL["classes"].replace("dropout_prob=0.0", f"dropout_prob={dropout}")
+        text = SCRIPT.format(model=f"{model}made.{mode}()", arguments=arguments(tmp_path))
+        (tmp_path / "train.py").write_text(text + PREPARED.format(BATCH))
+        found[name] = train_script_alone(tmp_path / "train.py", [], SEED, 2)
+    assert found["loaded"] == found["new"] and found["loaded"] != pytest.approx(found["none"])
+
+
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[..., Any]:
     def trainer(more: dict[str, Any] | None = None, kind: Any = None, **own: Any) -> Any:
