@@ -233,7 +233,8 @@ def main() -> int:
                     failed[f"{course_name}_{name}"] = str(error)
             prefix = "" if course_name == "preemptions" else f"{course_name}_"
             found |= figures(races, course, prefix)
-            shown += table(course_name, course, races, found, given.png)
+            place = given.readme.parent if given.readme else Path()
+            shown += table(course_name, course, races, found, png=given.png, place=place)
     if not given.json:
         print("\n".join(shown))
     if given.readme:
@@ -244,10 +245,10 @@ def main() -> int:
 
 
 def table(
-    course_name: str, course: Course, races: Sequence[Race], found: Mapping[str, Any],
-    png: Path | None
+    course_name: str, course: Course, races: Sequence[Race], found: Mapping[str, Any], *,
+    png: Path | None, place: Path
 ) -> list[str]:  # fmt: skip
-    """In Markdown, and the picture below it, which is drawn."""
+    """In Markdown for a page in `place`, and the picture below it, which is drawn."""
     prefix = "" if course_name == "preemptions" else f"{course_name}_"
     own = {
         name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)
@@ -261,7 +262,8 @@ def table(
         race_picture.save(
             races, f"{course_name}: {course.steps} steps on {races[0].nodes[0][1]} workers", target
         )
-        drawn = ["", f"![loss and workers against the wall clock: {course_name}]({target})"]
+        link = os.path.relpath(target, place)
+        drawn = ["", f"![loss and workers against the wall clock: {course_name}]({link})"]
     head = f"{course_name}: {happened}, counted from the first step"
     return ["", head, "", *race_figures.table(own, [race.name for race in races]), *drawn]
 

@@ -156,8 +156,15 @@ def test_the_report_has_a_table_and_its_picture(tmp_path: Path) -> None:
         "events_",
     )
     assert found["events_torchrun_not_finished"] == "step 14 of 120"
-    lines = race.table("events", race.COURSES["events"], [story()], found, tmp_path / "race.png")
-    assert lines[-1].endswith(f"({tmp_path}/race-events.png)")
+    lines = race.table(
+        "events",
+        race.COURSES["events"],
+        [story()],
+        found,
+        png=tmp_path / "race.png",
+        place=tmp_path,
+    )
+    assert lines[-1].endswith("(race-events.png)"), "as the page names it"
     assert (tmp_path / "race-events.png").is_file()
     assert "| steps trained again | 2 |" in lines
 
