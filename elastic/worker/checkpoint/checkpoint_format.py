@@ -34,6 +34,7 @@ METADATA = ".metadata"
 MANIFESTS = "manifests.json"
 SAMPLES = "sample_digest"  # in a marker's meta: the running digest of the sample ids up to its step
 VERSION = 2
+REMOVED = f"{FOLDER}/removed"  # a mark for each that a person has removed
 FOLDER_NAME = re.compile(r"step-(\d{8,})\.g(\d{4,})(?:\.e(\d{4,}))?")
 
 T = TypeVar("T")

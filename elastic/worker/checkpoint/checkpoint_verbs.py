@@ -26,7 +26,13 @@ from elastic.text import n_of
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.adapter_export import AdapterExport
-from elastic.worker.checkpoint.checkpoint_format import FOLDER, FOLDER_NAME, MARKER, METADATA
+from elastic.worker.checkpoint.checkpoint_format import (
+    FOLDER,
+    FOLDER_NAME,
+    MARKER,
+    METADATA,
+    REMOVED,
+)
 from elastic.worker.checkpoint.checkpoint_index import newest_epoch
 from elastic.worker.checkpoint.checkpoint_reader import Checkpoint
 from elastic.worker.checkpoint.foreign_dcp import open_plain
@@ -459,6 +465,8 @@ def remove(run: Storage, step: int, force: bool = False) -> list[str]:
                 "it all the same"
             )
     for item in items:
+        # so that the next driver does not miss it
+        run.put(f"{REMOVED}/{item.uri.rpartition('/')[2]}", b"")
         checkpoint_index.remove(item.uri)
     return [item.uri for item in items]
 

@@ -43,14 +43,16 @@ START, COMMIT, REMOVE, LAST = range(4)  # in this order
 class CheckpointCommitter:
     """`meta`: goes into each marker. `write`: makes the stored parts of a copy a checkpoint; None =
     as durable.commit does. `verify`: copies are read back, too. `digests`: step -> running digest
-    of the sample ids; replaced at each step."""
+    of the sample ids; replaced at each step. `known`: URIs of checkpoints that earlier drivers have
+    committed: their folders are not cleaned up, should they lose their markers."""
 
     def __init__(
         self, storage: Storage, epoch: int, meta: dict[str, Any], *, write: Commit | None = None,
-        verify: bool = False, digests: Mapping[int, str] | None = None,
+        verify: bool = False, digests: Mapping[int, str] | None = None, known: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.storage, self.epoch, self.meta = storage, epoch, meta
         self.digests: Mapping[int, str] = digests or {}
+        self._committed = set(known)
         self._write = write or self._commit_files
         self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._checks = CopyChecks(self._news.put, _verify) if verify else None
@@ -87,6 +89,7 @@ class CheckpointCommitter:
         over."""
         if self._checks is not None:
             self._checks.removed(uri)
+        self._committed.discard(uri)
         self._order(REMOVE, lambda: self._remove(uri))
 
     def clean(self) -> None:
@@ -150,6 +153,7 @@ class CheckpointCommitter:
         finally:
             with self._change:
                 self._open.pop((plan.generation, step), None)
+        self._committed.add(uri)
         n_bytes = sum(part.n_bytes for part in shards)
         copy = Copy(
             step, "durable", plan.generation, plan.layout, plan.layers, uri, n_bytes,
@@ -198,7 +202,7 @@ class CheckpointCommitter:
 
         try:
             for folder in checkpoint_index.clean(
-                self.storage, self.epoch, below_step, ordered=self._ordered
+                self.storage, self.epoch, below_step, ordered=self._ordered, spared=self._committed
             ):
                 log.info("%s: left by an interrupted save, removed", folder)
             self.storage.clean_unfinished(

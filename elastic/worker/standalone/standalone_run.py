@@ -341,7 +341,8 @@ class StandaloneRun:
                 lines, stored, cut = folder.without_damage()
             else:
                 lines, stored = folder.take_over()
-            state, found = restored(lines), found_copies(self.storage)
+            state = restored(lines)
+            found = found_copies(self.storage, state.committed if state is not None else ())
             job = self.spec.job()
             mark = fingerprint(self.spec.program, job, model, n_samples=n_samples)
             most = max(node.gpus for node in meeting.nodes)
@@ -356,6 +357,7 @@ class StandaloneRun:
             backend = ProcessBackend(
                 hosted, meeting.nodes, self.storage, lease, start,
                 partial(self._hear, hosted=hosted), self._ordered, known,
+                found.known,
             )  # fmt: skip
             stack.callback(backend.close)
             self._passes_on(backend.ask_stop)

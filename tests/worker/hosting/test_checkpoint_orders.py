@@ -35,7 +35,9 @@ class SlowStorage:
         monkeypatch.setattr(
             checkpoint_index,
             "clean",
-            lambda storage, epoch, below, *, ordered: self.calls.append(("clean", below)) or [],
+            lambda storage, epoch, below, *, ordered, spared: (
+                self.calls.append(("clean", below)) or []
+            ),
         )
 
     def commit(self, parts: CheckpointParts, digest: int) -> str:
