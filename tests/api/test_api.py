@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.places import PROGRAMS, ROOT
 import elastic
 from elastic import api
 from elastic.api import Options
+from elastic.api.checkpoint_actions import checkpoints
 from elastic.api.running import run as running
 from elastic.api.running import sample_check
 from elastic.api.running.program_file import job_given
@@ -36,6 +38,7 @@ from elastic.types import (
     CopyStored,
     Decision,
     DriverStarted,
+    Evaluated,
     Layout,
     ModelProfile,
     NodeLost,
@@ -170,6 +173,20 @@ def test_a_checkpoint_that_the_journal_knows_and_storage_has_not_is_told(folder:
     one.storage.delete(marker)
     with pytest.raises(StateLost, match="bring it back, or start over with another --run-name"):
         one._start(1, [], known)
+
+
+def test_the_best_checkpoint_is_marked_where_a_loss_is_not_finite(folder: Path) -> None:
+    place = prepared(folder, run_name="scored").place
+    journal = Journal(place.journal, 1)
+    for step, loss in ((2, 3.0), (3, 2.0), (4, math.nan)):
+        evaluated = Evaluated(1, step, {"validation_loss": loss})
+        journal.append(float(step), [(float(step), evaluated)], None)
+        marker = encode_marker(Marker(step, 1, 1, 1, {}, ()))
+        place.storage.put(f"checkpoints/step-{step:08d}.g0001/commit.json", marker)
+    journal.close()
+    rows, problems = checkpoints(place.storage)
+    assert [(row["step"], row["best"]) for row in rows] == [(4, False), (3, True), (2, False)]
+    assert problems == []
 
 
 def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path) -> None:

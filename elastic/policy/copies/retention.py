@@ -12,6 +12,7 @@ weight.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from elastic.types import (
 )
 from elastic.types.replacing import follows_from, replace
 
-KEPT_EVALUATIONS = 4096
+KEPT_EVALUATIONS = 4096  # and those that a checkpoint is judged by
 # for the copy of the last step, and for one that a notice makes urgent
 COPY_TRIES, COPY_WAIT_S = 3, 5.0
 
@@ -139,13 +140,16 @@ def _rules(state: State) -> str:
 
 
 def _evaluated(state: State, event: Evaluated, at_s: float) -> State:
-    loss = event.metrics.get("validation_loss", math.nan)
-    if not math.isfinite(loss):
+    loss = event.metrics.get("validation_loss")
+    if loss is None or not (math.isfinite(loss) or state.scores_all):
         return state
-    known = {**state.validation, event.step: loss}
-    return replace(
-        state, validation={step: known[step] for step in sorted(known)[-KEPT_EVALUATIONS:]}
-    )
+    known = {**state.validation, event.step: loss if math.isfinite(loss) else math.inf}
+    steps = sorted(known)
+    kept = steps[-KEPT_EVALUATIONS:]
+    if state.scores_all and len(kept) < len(steps):
+        scored = {steps[at - 1] for copy in state.durable if (at := bisect(steps, copy.step))}
+        kept = sorted(scored.union(kept))
+    return replace(state, validation={step: known[step] for step in kept})
 
 
 def _copy_failed(state: State, event: CopyFailed, at_s: float) -> State:
