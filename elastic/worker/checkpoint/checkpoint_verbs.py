@@ -75,10 +75,10 @@ def listed(run: Storage, problems: list[str] | None = None) -> list[ListedCheckp
         out.append(ListedCheckpoint(f.step, f.generation, True, f.uri, f.n_bytes, *size, at_s))
     known = {item.uri for item in out}
     sizes: dict[str, int] = {}
-    for key in run.list(f"{FOLDER}/"):
+    for key, (n_bytes, _) in run.sizes(f"{FOLDER}/").items():
         uri = run.uri_of("/".join(key.split("/")[:2]))
         if uri not in known:
-            sizes[uri] = sizes.get(uri, 0) + run.size(key)
+            sizes[uri] = sizes.get(uri, 0) + n_bytes
     for uri, n_bytes in sizes.items():
         match = FOLDER_NAME.fullmatch(uri.rpartition("/")[2])
         if match:

@@ -417,6 +417,25 @@ def test_listed(program: Program, tmp_path: Path) -> None:
     )
 
 
+def test_a_copy_that_is_removed_while_it_is_listed_is_left_out(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path)
+    save(run, trace(program), 10, Layout())
+    checkpoint_writer.write_shard(
+        run, 5, 1, rank=0, items=[(Box("w", (0,), (2,), "float32"), torch.zeros(2))]
+    )
+    real = type(run).list
+
+    def then_gone(self: Storage, prefix: str = "") -> list[str]:
+        found = real(self, prefix)  # type: ignore[arg-type]
+        self.delete_folder("checkpoints/step-00000005.g0001")
+        return found
+
+    monkeypatch.setattr(type(run), "list", then_gone)
+    assert [item.step for item in listed(run)] == [10]
+
+
 def test_the_only_good_copy_is_not_removed(program: Program, tmp_path: Path) -> None:
     run = run_of(tmp_path)
     uris = [save(run, trace(program), step, Layout()) for step in (10, 20)]
