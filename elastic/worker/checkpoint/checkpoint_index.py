@@ -50,12 +50,15 @@ _READ: MutableMapping[Storage, dict[str, CheckpointInfo]] = WeakKeyDictionary()
 
 
 def read_marker(storage: Storage, folder: str) -> Marker | None:
-    """None without a marker. Raises Damaged when it is not whole."""
+    """None without a marker. Raises Damaged when it is not whole, SpecError when a newer version
+    wrote it."""
     key = f"{folder}/{MARKER}" if folder else MARKER
     try:
         data = storage.get(key)
     except FileNotFoundError:
         return None
+    except StorageDamaged as error:
+        raise Damaged(f"{storage.uri_of(key)}: {error}") from error
     return decode_marker(data, storage.uri_of(key))
 
 
