@@ -299,10 +299,10 @@ def _step(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> int:
 
 
 def _open_source(source: str) -> tuple[Tensors, Any]:
-    path = Path(source)
-    if (path / MARKER).is_file():
+    path, remote = Path(source), "://" in source
+    if open_storage(source).exists(MARKER) if remote else (path / MARKER).is_file():
         return checkpoint_index.open_checkpoint(source), lambda: None  # our own
-    if "://" in source or (path / METADATA).is_file():
+    if remote or (path / METADATA).is_file():
         return open_plain(source), lambda: None
     if not path.exists():
         raise SpecError(f"{source}: no such file or folder")

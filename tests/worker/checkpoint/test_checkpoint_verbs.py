@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from elastic.cli.command_line import main
-from elastic.errors import SpecError
+from elastic.errors import SpecError, StateLost
 from elastic.program import Program, load_program
 from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
@@ -390,6 +390,14 @@ def test_our_own_copy_has_the_names_of_torch_and_is_imported_too(
         )
     again = import_state(ours, run_of(tmp_path / "again"), wanted(program, at_step=None))
     assert (again["step"], again["moments"], again["ignored"]) == (1, 3 * again["weights"], [])
+    named = import_state(f"file://{ours}", run_of(tmp_path / "uri"), wanted(program, at_step=None))
+    assert named | {"uri": ""} == again | {"uri": ""}
+    shard = Path(ours) / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(StateLost, match=r"__0_0\.distcp"):  # its digests are looked at
+        import_state(f"file://{ours}", run_of(tmp_path / "no"), wanted(program, at_step=None))
 
 
 # ---------------------------------------------------------------------------------------- ls and rm
