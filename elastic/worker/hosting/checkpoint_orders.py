@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ UNFINISHED_S, UNFINISHED_AT_START_S = 3600.0, 60.0
 CLOSE_MOST_S = 10.0
 OVERDUE_S = 180.0  # of a commit; object storage is retried for 120 s
 REMOVE_TRIES, REMOVE_WAIT_S = 3, 1.0
+REMOVE_AGAIN_S = 300.0
 START, COMMIT, REMOVE, LAST = range(4)  # in this order
 
 
@@ -64,6 +66,7 @@ class CheckpointCommitter:
         # what interrupted saves of steps before this one have left is to be removed
         self._below: int | None = None
         self._ordered = 0  # and under drivers before that of the newest generation that was saved
+        self._left: list[str] = []  # what could not be removed: after the next commit, or when idle
         # storage may never answer
         self._thread = threading.Thread(target=self._run, name="durable-copies", daemon=True)
         self._thread.start()
@@ -130,7 +133,9 @@ class CheckpointCommitter:
         kind = START
         while kind != LAST:
             with self._change:
-                self._change.wait_for(lambda: self._waiting)
+                idle_s = REMOVE_AGAIN_S if self._left else None
+                if not self._change.wait_for(lambda: self._waiting, idle_s):
+                    self._remove_left()
                 kind, _, _, order = heapq.heappop(self._waiting)
             order()
             with self._change:
@@ -163,6 +168,7 @@ class CheckpointCommitter:
         self._news.put(CopyStored(copy, slowest_s, stall_s))
         self._below = max(step, self._below or 0)
         self._ordered = max(self._ordered, parts.ordered)
+        self._remove_left()
         if self._checks is not None:
             self._checks.check(copy)
 
@@ -196,6 +202,12 @@ class CheckpointCommitter:
             else:
                 self._news.put(CopyRemoved(uri))
                 return
+        self._left.append(uri)
+
+    def _remove_left(self) -> None:
+        again, self._left = self._left, []
+        for uri in again:
+            self._order(REMOVE, partial(self._remove, uri))
 
     def _clean(self, below_step: int | None) -> None:
         from elastic.worker.checkpoint import checkpoint_index
