@@ -78,6 +78,8 @@ class Gates:
     # judged by stays known; else such a checkpoint is judged by the evaluation before, and an old
     # one by none
     scores_all: bool = False
+    # all checkpoints that there are are judged by what is to stay, else the newest 100
+    judges_all: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -79,12 +79,15 @@ def _and_more(state: State, keep: Collection[str]) -> str:
 
 def _by_rules(state: State) -> tuple[Sequence[Copy], Sequence[Copy], Sequence[Copy]]:
     """The copies that the keys of the job keep: the last, the best, every m-th."""
-    copies, every = state.durable, state.job.keep_every
-    scored = [
-        copy
-        for copy in sorted(copies, key=lambda copy: _score(state, copy))
-        if _score(state, copy)[0] < math.inf
-    ]
+    copies, every, steps = state.durable, state.job.keep_every, sorted(state.validation)
+    # as it was last measured at or before the copy's step
+    losses = {
+        copy.uri: state.validation[steps[at - 1]]
+        for copy in copies
+        if (at := bisect(steps, copy.step))
+    }
+    finite = (copy for copy in copies if losses.get(copy.uri, math.inf) < math.inf)
+    scored = sorted(finite, key=lambda copy: (losses[copy.uri], -copy.step))
     stepped = [copy for copy in copies if every and copy.step % every == 0]
     return copies[: max(1, state.job.keep_last)], scored[: state.job.keep_best], stepped
 
@@ -119,13 +122,6 @@ def _most(state: State) -> int | None:
     if not quota_gb or not state.durable or not state.durable[0].n_bytes:
         return None
     return max(1, int(quota_gb * 1e9 / (1.02 * state.durable[0].n_bytes)) - 1)
-
-
-def _score(state: State, copy: Copy) -> tuple[float, int]:
-    """validation_loss as it was last measured at or before the copy's step, infinite when it never
-    was; newer first."""
-    step = max((step for step in state.validation if step <= copy.step), default=None)
-    return (math.inf if step is None else state.validation[step], -copy.step)
 
 
 def _rules(state: State) -> str:

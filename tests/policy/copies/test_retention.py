@@ -112,6 +112,18 @@ def test_the_newest_copy_always_stays_and_removal_comes_to_rest(
         assert len(after.durable) >= min(len(steps), job["keep_last"])
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_quota_counts_every_copy_that_there_is(flag: bool) -> None:
+    """It leaves room for one of 100, and keep_every would keep 200."""
+    now = replace(state([], keep_every=1, storage_quota_gb=102.5), judges_all=flag)
+    for step in range(1, 201):
+        now = fold(now, CopyStored(copy(step)), 1.0)
+    assert len(now.durable) == (200 if flag else 100)
+    gone = removal(now).actions
+    assert len(gone) == (101 if flag else 1)
+    assert len(fold(now, Decided(removal(now)), 1.0).durable) == 99
+
+
 def test_a_removal_says_why_and_nothing_resumes_from_it() -> None:
     was = state([50, 40, 30, 20])
     decision = retention(was)
