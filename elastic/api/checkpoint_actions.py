@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,7 +30,7 @@ def checkpoints(run: Storage) -> tuple[list[dict[str, Any]], list[str]]:
     found = listed(run, problems)
     losses = _validation_losses(RunFolder.of(run), problems)
     scored = (losses[item.step] for item in found if item.committed and item.step in losses)
-    least = min(scored, default=None)
+    least = min(filter(math.isfinite, scored), default=None)
     rows = []
     for item in found:
         loss = losses.get(item.step)

@@ -3,13 +3,16 @@ that is full or silent."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from elastic.errors import unwritten
+from elastic.storage.local import NO_LINKS
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +66,18 @@ class Appender:
 
     def begin_anew(self, closed: Path) -> None:
         """What is in the file, all of it written, stands in `closed` from then on; the file is
-        empty. Raises OSError."""
+        empty. Raises OSError, and all is as it was."""
         with self._change:
             assert not self._owed
             fresh = closed.with_name(f".tmp-{closed.name}")
             fd = os.open(fresh, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
-            os.link(self.path, closed)  # readers see the text in one of the two at each moment
-            os.replace(fresh, self.path)
+            try:
+                _swap(self.path, closed, fresh)
+            except OSError:
+                os.close(fd)
+                with suppress(OSError):
+                    os.unlink(fresh)
+                raise
             os.close(self._fd)
             self._fd, self.end = fd, 0
 
@@ -134,3 +142,24 @@ class Appender:
             )
         self.trouble = error
         self._change.notify_all()
+
+
+def _swap(path: Path, closed: Path, fresh: Path) -> None:
+    """`path` becomes `closed`, `fresh` becomes `path`. Readers see the text in one of the two at
+    each moment; where the file system has no hard links, for a moment in `closed` alone. Raises
+    OSError, and all is as it was."""
+    linked = True
+    try:
+        os.link(path, closed)
+    except OSError as error:
+        if error.errno in NO_LINKS:
+            os.rename(path, closed)
+            linked = False
+        elif error.errno != errno.EEXIST or not os.path.samefile(path, closed):
+            raise
+    try:
+        os.replace(fresh, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(closed) if linked else os.rename(closed, path)
+        raise

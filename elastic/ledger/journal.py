@@ -17,6 +17,7 @@ where the class name is written too. Secrets are written as "***".
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -47,6 +48,8 @@ from elastic.types import (
     WorkerId,
 )
 from elastic.types.replacing import made
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 VERSION = 1
@@ -419,6 +422,7 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = Appender(self.path)
         self._stored_to = 0  # the end of the last plan change in the file
+        self._not_below = 0  # bytes at which the file, which could not be closed, is tried again
         self._after = _last(self.path, last)  # of the first line alone
         self._newest = self._after
         self._at_s = 0.0
@@ -462,10 +466,13 @@ class Journal:
             self._write(Line(events[-1][0], self.epoch, events, decision), sync=False)
 
     def close_part(self, state: Any) -> None:
-        """Goes on in another file, where this one is large and its lines are all where they must
-        be. `state`: what they end with; a dataclass."""
+        """Continues in another file, where this one is large and its lines are all where they
+        must be; one that cannot be closed grows until it can. `state`: what they end with; a
+        dataclass."""
         parts = self.parts
-        if parts is None or self._file.end < parts.most_bytes or not parts.free:
+        if parts is None or not parts.free:
+            return
+        if self._file.end < max(parts.most_bytes, self._not_below):
             return
         self.flush()
         if self._file.owes or not (self.segments is None or self.segments.store(self._file.end)):
@@ -473,12 +480,19 @@ class Journal:
         at_s, epoch, after = self._at_s, self.epoch, self._newest
         closed = self.path.with_name(CLOSED)
         counted: dict[str, int] | None = {}
-        if self.segments is None:
-            self._file.begin_anew(closed)
-        else:
-            counted = self.segments.begin_anew(lambda: self._file.begin_anew(closed))
+        try:
+            if self.segments is None:
+                self._file.begin_anew(closed)
+            else:
+                counted = self.segments.begin_anew(lambda: self._file.begin_anew(closed))
+        except OSError as error:
+            if not self._not_below:
+                log.warning("%s cannot be closed (%s): it grows until it can be", self.path, error)
+            self._not_below = self._file.end + parts.most_bytes // 8
+            return
         if counted is None:
             return
+        self._not_below = 0
         self._after, self._stored_to = after, 0
         parts.begin(
             closed, lambda: write_line(Line(at_s, epoch, state=plain(state)), after), counted

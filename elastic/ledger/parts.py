@@ -267,10 +267,16 @@ class Packing:
         self._storage.put(name.key("xz"), pack(path.read_bytes(), counted))
         self._storage.put(name.key("state"), line().encode())
         path.unlink(missing_ok=True)  # a driver that took over meanwhile has put it aside
-        for key in [key for key in self._storage.list(PREFIX) if key.endswith(".state")][
-            :-KEPT_STATES
-        ]:
+        before, self._counted = self._counted, counted
+        try:
+            self._tidy(before)
+        except Exception as error:  # noqa: BLE001 - the next part does it
+            log.warning("%s: what is packed was not removed yet (%s)", self._storage.uri, error)
+
+    def _tidy(self, counted: dict[str, int]) -> None:
+        """`counted`: of the parts before the newest: a driver that was replaced may have packed
+        that."""
+        states = [key for key in self._storage.list(PREFIX) if key.endswith(".state")]
+        for key in states[:-KEPT_STATES]:
             self._storage.delete(key)
-        # of the parts before: a driver that was replaced may have packed this one
-        remove_covered(self._storage, self._counted)
-        self._counted = counted
+        remove_covered(self._storage, counted)

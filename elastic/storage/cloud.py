@@ -52,6 +52,7 @@ PART_BYTES = 32 << 20  # Google takes 10,000 parts
 WHOLE_S = 600.0  # of one request: a part of an upload over a slow line
 METADATA = ("169.254.169.254", 80)  # where a machine of either cloud asks for its role
 METADATA_MOST_S = 2.0
+NOT_VALID = ("AuthenticationFailed", "InvalidAuthenticationInfo")  # codes, of credentials
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<\n]*)")
@@ -188,7 +189,8 @@ class CloudStorage(ObjectStorage):
         if status:
             why = advice.get(named) or advice.get(str(status))
             why = why or (message[1].strip()[:200] if message else "no reason was given")
-            return StorageFault("refused", why, shown, n_asked=n_asked, stale=status == 401)
+            stale = status == 401 or named in NOT_VALID
+            return StorageFault("refused", why, shown, n_asked=n_asked, stale=stale)
         return StorageFault("unanswered", _text(error), again=again, n_asked=n_asked)
 
     def _head(self, client: Any, name: str) -> Looked:

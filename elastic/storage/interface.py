@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import BinaryIO, ClassVar, TypeVar
 
 from elastic.errors import SpecError
@@ -93,8 +93,13 @@ class Storage(ABC):
         """Keys that start with `prefix`, sorted; a prefix may end inside a name."""
 
     def sizes(self, prefix: str = "") -> Sizes:
-        """Like `list`, with what `size` and `modified_s` say of each key."""
-        return {key: (self.size(key), self.modified_s(key)) for key in self.list(prefix)}
+        """Like `list`, with what `size` and `modified_s` say of each key. Keys that are removed
+        meanwhile are left out."""
+        found: Sizes = {}
+        for key in self.list(prefix):
+            with suppress(FileNotFoundError):
+                found[key] = (self.size(key), self.modified_s(key))
+        return found
 
     def each(self, jobs: Iterable[Callable[[], T]]) -> Sequence[T]:
         """What the jobs give, in their order; several run at once where answers are waited for. A

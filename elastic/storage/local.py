@@ -115,7 +115,7 @@ class LocalStorage(Storage):
     def list(self, prefix: str = "") -> list[str]:
         start = self.path(prefix.rpartition("/")[0]) if "/" in prefix else self.root
         found = []
-        for where, _, names in os.walk(start):
+        for where, _, names in os.walk(start, onerror=_raised):
             folder = Path(where).relative_to(self.root)
             found += [
                 (folder / name).as_posix() for name in names if not name.startswith(TEMPORARY)
@@ -138,7 +138,7 @@ class LocalStorage(Storage):
         if not self.root.is_dir():
             return 0
         before_s, n = self._now_s() - older_than_s, 0
-        for where, _, names in os.walk(self.root):
+        for where, _, names in os.walk(self.root, onerror=_raised):
             for name in names:
                 path = Path(where) / name
                 with suppress(FileNotFoundError):  # its writer has finished
@@ -176,6 +176,12 @@ class LocalStorage(Storage):
                 f"{self.uri}: this file system has no hard links, which commits need; use another "
                 "folder"
             ) from error
+
+
+def _raised(error: OSError) -> None:
+    """Of a folder that is walked through: what cannot be read is not empty. One that is gone is."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def _make_folder(folder: Path) -> None:

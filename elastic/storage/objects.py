@@ -203,10 +203,11 @@ class ObjectStorage(Storage):
     def _ask(
         self, name: str, operation: str, request: Callable[[Any], T], *, attempts: int | None = None
     ) -> T:
-        """`request(client)`, repeated as long as a fault may pass. `name`: key or prefix, for
-        messages. Raises FileNotFoundError, StorageRefused, StorageFailed; what the request raises
-        that is no fault of its client passes through."""
-        where, n_asked = self.where(name), 0
+        """`request(client)`, repeated as long as a fault may pass, and once with a new client where
+        the credentials do not count any more. `name`: key or prefix, for messages. Raises
+        FileNotFoundError, StorageRefused, StorageFailed; what the request raises that is no fault
+        of its client passes through."""
+        where, n_asked, renewed = self.where(name), 0, False
         told: tuple[type[Exception], ...] = (StorageRefused, StorageFailed)
         ours: tuple[type[Exception], ...] = (WrongBytes, *self.faults)
 
@@ -216,11 +217,15 @@ class ObjectStorage(Storage):
             return self._fault(error, where)
 
         def may_pass(error: BaseException) -> bool:
-            nonlocal n_asked
+            nonlocal n_asked, renewed
             if isinstance(error, told) or not isinstance(error, ours):
                 return False
             fault = fault_of(error)
             n_asked += fault.n_asked
+            if fault.stale and not renewed:
+                renewed = True
+                self._forget_clients()
+                return True
             return fault.again
 
         tries = self.patience.tries(may_pass, attempts)

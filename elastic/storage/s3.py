@@ -379,4 +379,7 @@ def _answered(error: Any, where: str, means: Meaning) -> StorageFault:
     else:
         said = str(error.response.get("Error", {}).get("Message", ""))[:200]
         text = ADVICE.get(code) or aws_errors.ADVICE.get(means) or said or "no reason was given"
-    return StorageFault("refused", text, named, operation=operation, stale=means == "expired")
+    # the answer to a HEAD has no body to say why
+    bare = operation == "HeadObject" and named in ("400", "403")
+    stale = bare or means in ("expired", "unknown") or code == "InvalidToken"
+    return StorageFault("refused", text, named, operation=operation, stale=stale)

@@ -74,6 +74,12 @@ class Gates:
     waits_for_started: bool = False
     # machines that were released and have not ended count for `max_nodes`, else they do not
     counts_leaving: bool = False
+    # a validation loss that is not finite counts, as the worst; what a checkpoint that is there is
+    # judged by stays known; else such a checkpoint is judged by the evaluation before, and an old
+    # one by none
+    scores_all: bool = False
+    # all checkpoints that there are are judged by what is to stay, else the newest 100
+    judges_all: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.places import PROGRAMS, ROOT
 import elastic
 from elastic import api
 from elastic.api import Options
+from elastic.api.checkpoint_actions import checkpoints
 from elastic.api.running import run as running
 from elastic.api.running import sample_check
 from elastic.api.running.program_file import job_given
@@ -22,7 +24,7 @@ from elastic.cluster.nodes.demand import LEAVE_MOST_S
 from elastic.config.job import job_data, job_of
 from elastic.config.pool_checks import check_budget
 from elastic.driver import LINE_EVERY_S, restored
-from elastic.errors import JournalDamaged, ProgramError, SpecError
+from elastic.errors import JournalDamaged, ProgramError, SpecError, StateLost
 from elastic.ledger.journal import Journal, Line, built, plain, read
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import JournalCut
@@ -36,6 +38,7 @@ from elastic.types import (
     CopyStored,
     Decision,
     DriverStarted,
+    Evaluated,
     Layout,
     ModelProfile,
     NodeLost,
@@ -148,10 +151,42 @@ def test_a_marker_that_cannot_be_read_is_told(
     assert [copy.step for copy in one._start(1, before, state).durable] == [3, 2]
     assert folds == [0]  # a journal of weeks takes minutes
     uri = one.storage.uri_of("checkpoints/step-00000004.g0001")
-    (event,) = one._damaged
+    (event,) = one._found.damaged
     assert event.uri == uri and event.reason.startswith(f"{uri}/commit.json: not readable (")
     view = view_of([Line(0.0, 1, ((0.0, START), (0.0, event)))])
     assert f"a checkpoint cannot be read: {event.reason}" in [note.text for note in view.notes]
+
+
+def test_a_checkpoint_that_the_journal_knows_and_storage_has_not_is_told(folder: Path) -> None:
+    (folder / "job.yaml").write_text(
+        f"steps: 9\nglobal_batch: 8\nprogram: {PROGRAMS / 'tiny.py'}\n"
+    )
+    one = prepared(folder, run_name="missing")
+    uris = [one.storage.uri_of(f"checkpoints/step-{step:08d}.g0001") for step in (5, 2)]
+    marker = "checkpoints/step-00000002.g0001/commit.json"
+    one.storage.put(marker, encode_marker(Marker(2, 1, 1, 1, {}, ())))
+    known = State(durable=tuple(Copy(5, "durable", 1, Layout(), uri=uri) for uri in uris))
+    assert [copy.step for copy in one._start(1, [], known).durable] == [2]
+    (event,) = one._found.damaged
+    assert event.uri == uris[0] and "/commit.json: missing; the journal says" in event.reason
+    assert one._found.known == {*uris}
+    one.storage.delete(marker)
+    with pytest.raises(StateLost, match="bring it back, or start over with another --run-name"):
+        one._start(1, [], known)
+
+
+def test_the_best_checkpoint_is_marked_where_a_loss_is_not_finite(folder: Path) -> None:
+    place = prepared(folder, run_name="scored").place
+    journal = Journal(place.journal, 1)
+    for step, loss in ((2, 3.0), (3, 2.0), (4, math.nan)):
+        evaluated = Evaluated(1, step, {"validation_loss": loss})
+        journal.append(float(step), [(float(step), evaluated)], None)
+        marker = encode_marker(Marker(step, 1, 1, 1, {}, ()))
+        place.storage.put(f"checkpoints/step-{step:08d}.g0001/commit.json", marker)
+    journal.close()
+    rows, problems = checkpoints(place.storage)
+    assert [(row["step"], row["best"]) for row in rows] == [(4, False), (3, True), (2, False)]
+    assert problems == []
 
 
 def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path) -> None:

@@ -3,10 +3,13 @@ and resumed from a State."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.sim.scenario import MODEL, scenario
@@ -15,8 +18,8 @@ from support.waiting import until
 
 from elastic.driver import drive, restored
 from elastic.errors import JournalDamaged, SpecError
+from elastic.ledger import append_file, segments
 from elastic.ledger import parts as parts_of
-from elastic.ledger import segments
 from elastic.ledger.journal import CLOSED, Journal, Line, MemoryJournal, built, plain, read_text
 from elastic.ledger.parts import PREFIX, JournalParts, pack, unpack
 from elastic.ledger.run_folder import JOURNAL, STORED_AT, RunFolder
@@ -318,3 +321,101 @@ def test_an_old_journal_is_read_as_it_was(tmp_path: Path, recorded: Recorded) ->
     )
     LocalStorage(place.folder).put(JOURNAL, text)
     assert place.lines() == read_text(text, "") and restored(place.take_over()[0]) == state
+
+
+class Refusing:
+    """Stands in for `os` of the file that is appended to. `call` raises while `code` is set."""
+
+    def __init__(self, call: str, code: int) -> None:
+        self.call, self.code, self.n_asked = call, code, 0
+
+    def __getattr__(self, name: str) -> object:
+        return self._asked if name == self.call else getattr(os, name)
+
+    def _asked(self, *given: Any) -> object:
+        if self.call == "open" and CLOSED not in str(given[0]):
+            return os.open(*given)
+        self.n_asked += 1
+        if self.code:
+            raise OSError(self.code, os.strerror(self.code))
+        return getattr(os, self.call)(*given)
+
+
+def told(journal: Journal, at_s: float, n_bytes: int = 3000) -> None:
+    journal.append(at_s, [(at_s, NodeLost("x", "g" * n_bytes))])
+    journal.close_part(State())
+    until(lambda: journal.parts is not None and journal.parts.free, "the closed file is packed")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> RunFolder:
+    return RunFolder(LocalStorage(tmp_path / "run"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [("open", errno.ENOSPC), ("link", errno.EIO), ("replace", errno.EIO)]
+)
+def test_a_file_that_cannot_be_closed_grows_until_it_can(
+    local: RunFolder,
+    call: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    journal = local.open_journal(1, local.take_over()[1])
+    here = Refusing(call, code)
+    monkeypatch.setattr(append_file, "os", here)
+    for at_s, n_bytes, n_asked in ((1.0, 3000, 1), (2.0, 10, 1), (3.0, 400, 2)):
+        told(journal, at_s, n_bytes)
+        assert here.n_asked == n_asked and {path.name for path in local.folder.iterdir()} == {
+            JOURNAL
+        }
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"{local.journal} cannot be closed ([Errno {code}] ")
+    here.code = 0
+    told(journal, 4.0, 400)
+    journal.close()
+    assert len(JournalParts.of(local.storage).names) == 1 and not local.journal.read_bytes()
+    assert [line.at_s for line in local.lines()] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_file_is_closed_where_there_are_no_hard_links(
+    local: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = local.open_journal(1, local.take_over()[1])
+    here = Refusing("link", errno.EPERM)
+    seen: list[tuple[bool, list[float]]] = []
+
+    def replaced(*given: Any) -> None:
+        seen.append((local.journal.exists(), [line.at_s for line in local.lines()]))
+        os.replace(*given)
+
+    monkeypatch.setattr(here, "replace", replaced, raising=False)
+    monkeypatch.setattr(append_file, "os", here)
+    told(journal, 1.0)
+    told(journal, 2.0, 10)
+    journal.close()
+    assert seen == [(False, [1.0])], "all of it is read while only the closed file is there"
+    assert len(JournalParts.of(local.storage).names) == 1
+    assert [line.at_s for line in local.lines()] == [1.0, 2.0]
+
+
+def test_parts_are_packed_also_while_nothing_can_be_removed(
+    local: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: LocalStorage, key: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", key)
+
+    journal = local.open_journal(1, local.take_over()[1])
+    with monkeypatch.context() as denied:
+        denied.setattr(LocalStorage, "delete", refuse)
+        for at_s in range(5):
+            told(journal, float(at_s))
+    parts = JournalParts.of(local.storage)
+    assert (len(parts.names), len(parts.states)) == (5, 5)
+    assert "what is packed was not removed yet ([Errno 13] Permission denied" in caplog.text
+    told(journal, 5.0)
+    journal.close()
+    parts = JournalParts.of(local.storage)
+    assert (len(parts.names), len(parts.states)) == (6, parts_of.KEPT_STATES)
+    assert [line.at_s for line in local.lines()] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

@@ -157,7 +157,9 @@ def test_a_refusal_is_not_repeated(
         operation.run(filled)
     text = str(raised.value)
     assert "\n" not in text and filled.uri in text
-    assert sum(1 for seen in between.seen if seen.fault) == 1 or operation.name in (
+    # once more with a new client: they may have been renewed; not what an upload was given
+    n_asked = 1 + (status == 401 and operation.name != "end")
+    assert sum(1 for seen in between.seen if seen.fault) == n_asked or operation.name in (
         "ranges",
         "part",
     )

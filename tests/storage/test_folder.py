@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.places import ROOT
@@ -16,7 +17,7 @@ from support.storage.small_disk import mounted
 
 from elastic import storage as module
 from elastic.errors import SpecError
-from elastic.storage import Storage, open_storage
+from elastic.storage import LocalStorage, Storage, open_storage
 
 
 @pytest.fixture
@@ -280,3 +281,41 @@ def test_a_disk_that_is_full_only_at_the_sync(
     with pytest.raises(OSError, match="No space left"):
         storage.put("k", b"new")
     assert storage.get("k") == b"old" and os.listdir(storage.root) == ["k"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_folder_that_cannot_be_read_is_not_empty(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    storage.put("a/k", b"1")
+    storage.put("b/k", b"2")
+    real = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("/b"):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for look in (storage.list, storage.sizes, lambda: storage.clean_unfinished(0.0)):
+        with pytest.raises(OSError, match=os.strerror(code)):
+            look()
+    assert storage.list("a/") == ["a/k"]
+    code = errno.ENOENT  # somebody has removed it since
+    assert storage.list() == ["a/k"]
+
+
+def test_a_key_that_is_removed_between_list_and_look_is_left_out(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        storage.put(name, b"12")
+    real = LocalStorage.list
+
+    def then_gone(self: LocalStorage, prefix: str = "") -> list[str]:
+        found = real(self, prefix)
+        self.delete("b")
+        return found
+
+    monkeypatch.setattr(LocalStorage, "list", then_gone)
+    assert {key: n_bytes for key, (n_bytes, _) in storage.sizes().items()} == {"a": 2, "c": 2}

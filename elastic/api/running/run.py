@@ -46,15 +46,7 @@ from elastic.observe.terminal import Terminal, start_line
 from elastic.policy.state.fold import ENDED, State
 from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
-from elastic.types import (
-    COMPUTES_IN,
-    CopyDamaged,
-    DriverStarted,
-    Outcome,
-    Pool,
-    StepDone,
-    WorkerFailed,
-)
+from elastic.types import COMPUTES_IN, DriverStarted, Outcome, Pool, StepDone, WorkerFailed
 from elastic.types.gates import newest_gates
 from elastic.version import PACKAGE
 from elastic.worker.hosting.resume_checks import (
@@ -161,7 +153,7 @@ class JobRun:
         self.storage: Storage = self.place.storage
         self.terminal = Terminal(options.stream) if options.show else None
         self._cut: JournalCut | None = None
-        self._damaged: tuple[CopyDamaged, ...] = ()  # copies whose markers cannot be read
+        self._found = FoundCopies((), {}, ())
 
     def _load(self, program: Program | None) -> None:
         if program is None and self.options.run_name and not self.options.from_checkpoint:
@@ -206,7 +198,7 @@ class JobRun:
             stack.callback(observers.close)  # before what they look at
             self._watch(stack, pages)
             stack.enter_context(seldom_collected())
-            last = drive(backend, journal, start, state=state, found=self._damaged)
+            last = drive(backend, journal, start, state=state, found=self._found.damaged)
         return self._result(last)
 
     def _keep_files(self) -> None:
@@ -281,8 +273,9 @@ class JobRun:
             model = with_few(model, self.spec, n_samples)
         if few := fed(job, sum(pool.max_nodes * pool.gpus_per_node for pool in self.pools)):
             model = replace(model, notes=(*model.notes, few))
-        found = found_copies(self.storage)
-        self._damaged = found.damaged
+        attached = self._attaches(state)
+        known = state.committed if state is not None else ()
+        self._found = found = found_copies(self.storage, known, attached=attached)
         start = DriverStarted(
             self.name,
             epoch,
@@ -293,7 +286,7 @@ class JobRun:
             ).plain(),
             self.pools,
             model,
-            attached=self._attaches(state),
+            attached=attached,
             durable=found.copies,
             hardware=known_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
@@ -376,6 +369,7 @@ class JobRun:
             logs=str(self.place.logs_of_workers(self.address is None)),
             spared=self.options.spared,
             digests={**stored, **(before.digests if before else {})},
+            known=self._found.known,
             train_function=self.train_function,
             session=self.session or SESSION,
         )

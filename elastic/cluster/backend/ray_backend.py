@@ -115,7 +115,13 @@ class RayBackend(HostingBackend):
         self.entrance = Entrance(self.worker_group, folder=folder, attached=run.attach)
         verify = self.commit is None and job.verify_copies
         self.copies = CheckpointCommitter(
-            self.storage, run.epoch, run.meta, write=self.commit, verify=verify, digests=run.digests
+            self.storage,
+            run.epoch,
+            run.meta,
+            write=self.commit,
+            verify=verify,
+            digests=run.digests,
+            known=run.known,
         )
         self._host(self.worker_group, job)
         self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)

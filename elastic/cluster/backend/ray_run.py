@@ -3,7 +3,7 @@ an earlier driver left."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ class RayRun:
               the newest last; `step`:
     the last one of them that is written down. `logs`: a folder for what the workers print; None =
     where Ray puts it. `digests`: step -> running digest of the sample ids, as far as earlier
-    drivers knew them.
+    drivers knew them; `known`: URIs of checkpoints that they have committed.
     """
 
     name: str
@@ -41,6 +41,7 @@ class RayRun:
     logs: str | None = None
     spared: bool = False
     digests: Mapping[int, str] = field(default_factory=dict)
+    known: Collection[str] = ()
     train_function: bytes = b""
 
     @property

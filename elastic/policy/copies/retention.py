@@ -12,6 +12,7 @@ weight.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from elastic.types import (
 )
 from elastic.types.replacing import follows_from, replace
 
-KEPT_EVALUATIONS = 4096
+KEPT_EVALUATIONS = 4096  # and those that a checkpoint is judged by
 # for the copy of the last step, and for one that a notice makes urgent
 COPY_TRIES, COPY_WAIT_S = 3, 5.0
 
@@ -78,12 +79,15 @@ def _and_more(state: State, keep: Collection[str]) -> str:
 
 def _by_rules(state: State) -> tuple[Sequence[Copy], Sequence[Copy], Sequence[Copy]]:
     """The copies that the keys of the job keep: the last, the best, every m-th."""
-    copies, every = state.durable, state.job.keep_every
-    scored = [
-        copy
-        for copy in sorted(copies, key=lambda copy: _score(state, copy))
-        if _score(state, copy)[0] < math.inf
-    ]
+    copies, every, steps = state.durable, state.job.keep_every, sorted(state.validation)
+    # as it was last measured at or before the copy's step
+    losses = {
+        copy.uri: state.validation[steps[at - 1]]
+        for copy in copies
+        if (at := bisect(steps, copy.step))
+    }
+    finite = (copy for copy in copies if losses.get(copy.uri, math.inf) < math.inf)
+    scored = sorted(finite, key=lambda copy: (losses[copy.uri], -copy.step))
     stepped = [copy for copy in copies if every and copy.step % every == 0]
     return copies[: max(1, state.job.keep_last)], scored[: state.job.keep_best], stepped
 
@@ -120,13 +124,6 @@ def _most(state: State) -> int | None:
     return max(1, int(quota_gb * 1e9 / (1.02 * state.durable[0].n_bytes)) - 1)
 
 
-def _score(state: State, copy: Copy) -> tuple[float, int]:
-    """validation_loss as it was last measured at or before the copy's step, infinite when it never
-    was; newer first."""
-    step = max((step for step in state.validation if step <= copy.step), default=None)
-    return (math.inf if step is None else state.validation[step], -copy.step)
-
-
 def _rules(state: State) -> str:
     keys = {
         key: getattr(state.job, key)
@@ -139,13 +136,16 @@ def _rules(state: State) -> str:
 
 
 def _evaluated(state: State, event: Evaluated, at_s: float) -> State:
-    loss = event.metrics.get("validation_loss", math.nan)
-    if not math.isfinite(loss):
+    loss = event.metrics.get("validation_loss")
+    if loss is None or not (math.isfinite(loss) or state.scores_all):
         return state
-    known = {**state.validation, event.step: loss}
-    return replace(
-        state, validation={step: known[step] for step in sorted(known)[-KEPT_EVALUATIONS:]}
-    )
+    known = {**state.validation, event.step: loss if math.isfinite(loss) else math.inf}
+    steps = sorted(known)
+    kept = steps[-KEPT_EVALUATIONS:]
+    if state.scores_all and len(kept) < len(steps):
+        scored = {steps[at - 1] for copy in state.durable if (at := bisect(steps, copy.step))}
+        kept = sorted(scored.union(kept))
+    return replace(state, validation={step: known[step] for step in kept})
 
 
 def _copy_failed(state: State, event: CopyFailed, at_s: float) -> State:

@@ -73,7 +73,7 @@ from elastic.types import (
     WorkerId,
     redone_as_before,
 )  # fmt: skip
-from elastic.types.gates import gates_of
+from elastic.types.gates import Gates, gates_of
 from elastic.types.replacing import replace
 
 KEPT_COPIES = 100
@@ -110,7 +110,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         for c in event.durable
         if c.generation not in state.distrusted and not corrupted(state, c.generation, c.step)
     )
-    durable = _newest_first((*found, *(state.durable if event.attached else ())))
+    durable = _newest_first((*found, *(state.durable if event.attached else ())), event)
     model, saved = event.model, durable[0].step if durable else 0
     # its workers have told, and will not do so again
     if event.attached and state.model is not None:
@@ -478,7 +478,7 @@ def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
         )
         took_s = event.seconds if not state.durable_s else 0.5 * (state.durable_s + event.seconds)
         return replace(
-            state, durable=_newest_first((copy, *state.durable)), durable_stall_s=stall_s,
+            state, durable=_newest_first((copy, *state.durable), state), durable_stall_s=stall_s,
             durable_s=took_s, copy_failed=None, copy_failures=0,
         )  # fmt: skip
     if copy.kind != "peer" or state.plan is None or copy.generation != state.plan.generation:
@@ -505,11 +505,10 @@ def _copy_timed(state: State, event: CopyStored) -> State:
     )
 
 
-def _newest_first(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
+def _newest_first(copies: tuple[Copy, ...], gates: Gates) -> tuple[Copy, ...]:
     by_uri = {(copy.step, copy.uri): copy for copy in copies}
-    return tuple(
-        sorted(by_uri.values(), key=lambda copy: (-copy.step, -copy.generation))[:KEPT_COPIES]
-    )
+    found = sorted(by_uri.values(), key=lambda copy: (-copy.step, -copy.generation))
+    return tuple(found if gates.judges_all else found[:KEPT_COPIES])
 
 
 def _price_seen(state: State, event: PriceSeen, at_s: float) -> State:

@@ -426,6 +426,11 @@ class State(Gates):
         """Step of the newest checkpoint, 0 when there is none."""
         return self.durable[0].step if self.durable else 0
 
+    @property
+    def committed(self) -> frozenset[str]:
+        """URIs of the checkpoints that were stored and not removed since, damaged ones too."""
+        return frozenset((*(copy.uri for copy in self.durable), *self.damaged))
+
     @derived("nodes")
     def alive(self) -> tuple[Node, ...]:
         """Nodes that are paid for."""

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
 
-from elastic.errors import ElasticError, StateLost
+from elastic.errors import ElasticError, SpecError, StateLost
 from elastic.types import DTYPE_BYTES, Box, Plan
 from elastic.worker.checkpoint.blob import hasher_for
 
@@ -34,6 +34,7 @@ METADATA = ".metadata"
 MANIFESTS = "manifests.json"
 SAMPLES = "sample_digest"  # in a marker's meta: the running digest of the sample ids up to its step
 VERSION = 2
+REMOVED = f"{FOLDER}/removed"  # a mark for each that a person has removed
 FOLDER_NAME = re.compile(r"step-(\d{8,})\.g(\d{4,})(?:\.e(\d{4,}))?")
 
 T = TypeVar("T")
@@ -171,10 +172,11 @@ def encode_marker(marker: Marker) -> bytes:
 
 
 def decode_marker(data: bytes, where: str) -> Marker:
-    """Raises Damaged, naming `where`, for anything but a whole marker."""
+    """Raises Damaged, naming `where`, for anything but a whole marker; SpecError for one that a
+    newer version wrote."""
 
     def build(raw: dict[str, Any]) -> Marker:
-        if raw.pop("sha256") != _digest(raw):
+        if not _is_sealed(raw):
             raise ValueError("its own digest does not fit")
         files = tuple(
             FileNote(_text(f["name"]), _natural(f["n_bytes"]), _text(f["sha256"]))
@@ -224,10 +226,20 @@ def _decode(data: bytes, where: str, build: Callable[[dict[str, Any]], T]) -> T:
     try:
         raw = json.loads(data)
         if raw["version"] != VERSION:
+            if isinstance(raw["version"], int) and raw["version"] > VERSION and _is_sealed(raw):
+                raise SpecError(
+                    f"{where}: version {raw['version']} is newer than {VERSION}, the newest that "
+                    "this elastic reads; take a later one"
+                )
             raise ValueError(f"version {raw['version']} is not known (it would be {VERSION})")
         return build(raw)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{where}: not readable ({type(error).__name__}: {error})") from error
+
+
+def _is_sealed(raw: dict[str, Any]) -> bool:
+    """Is it a marker as it was written?"""
+    return raw.get("sha256") == _digest({key: raw[key] for key in raw if key != "sha256"})
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -50,12 +50,15 @@ _READ: MutableMapping[Storage, dict[str, CheckpointInfo]] = WeakKeyDictionary()
 
 
 def read_marker(storage: Storage, folder: str) -> Marker | None:
-    """None without a marker. Raises Damaged when it is not whole."""
+    """None without a marker. Raises Damaged when it is not whole, SpecError when a newer version
+    wrote it."""
     key = f"{folder}/{MARKER}" if folder else MARKER
     try:
         data = storage.get(key)
     except FileNotFoundError:
         return None
+    except StorageDamaged as error:
+        raise Damaged(f"{storage.uri_of(key)}: {error}") from error
     return decode_marker(data, storage.uri_of(key))
 
 
@@ -152,11 +155,17 @@ def remove_copy(storage: Storage, uri: str, epoch: int) -> None:
 
 
 def clean(
-    storage: Storage, epoch: int, below_step: int | None = None, *, ordered: int = 0
+    storage: Storage,
+    epoch: int,
+    below_step: int | None = None,
+    *,
+    ordered: int = 0,
+    spared: Container[str] = (),
 ) -> list[str]:
     """Removes what interrupted saves (of steps below `below_step`; None = of any) and removals have
     left; returns the URIs. `ordered`: that of the generation that trains: what was saved under
     older drivers goes, of whatever step. Their workers may live on, out of this driver's reach.
+    `spared`: URIs of folders that stay: what was committed and has lost its marker may get it back.
 
     Only folders without a marker, whole or not, under this run; raises Fenced when a newer driver
     (epoch) has taken over.
@@ -164,15 +173,16 @@ def clean(
     removed = []
     for folder in _folders(storage):
         match = FOLDER_NAME.fullmatch(folder)
-        wanted = match and (
+        uri = storage.uri_of(f"{FOLDER}/{folder}")
+        old = match and (
             below_step is None or int(match[1]) < below_step or ordered_epoch(folder) < ordered
         )
-        if wanted and not storage.exists(f"{FOLDER}/{folder}/{MARKER}"):
+        if old and uri not in spared and not storage.exists(f"{FOLDER}/{folder}/{MARKER}"):
             check_epoch(
                 storage, epoch, f"{storage.uri}: the driver of epoch {epoch} may not clean it"
             )
             storage.delete_folder(f"{FOLDER}/{folder}")
-            removed.append(storage.uri_of(f"{FOLDER}/{folder}"))
+            removed.append(uri)
     return removed
 
 

@@ -26,7 +26,13 @@ from elastic.text import n_of
 from elastic.types import Box, Layout, ModelProfile, TensorSpec
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.adapter_export import AdapterExport
-from elastic.worker.checkpoint.checkpoint_format import FOLDER, FOLDER_NAME, MARKER, METADATA
+from elastic.worker.checkpoint.checkpoint_format import (
+    FOLDER,
+    FOLDER_NAME,
+    MARKER,
+    METADATA,
+    REMOVED,
+)
 from elastic.worker.checkpoint.checkpoint_index import newest_epoch
 from elastic.worker.checkpoint.checkpoint_reader import Checkpoint
 from elastic.worker.checkpoint.foreign_dcp import open_plain
@@ -69,10 +75,10 @@ def listed(run: Storage, problems: list[str] | None = None) -> list[ListedCheckp
         out.append(ListedCheckpoint(f.step, f.generation, True, f.uri, f.n_bytes, *size, at_s))
     known = {item.uri for item in out}
     sizes: dict[str, int] = {}
-    for key in run.list(f"{FOLDER}/"):
+    for key, (n_bytes, _) in run.sizes(f"{FOLDER}/").items():
         uri = run.uri_of("/".join(key.split("/")[:2]))
         if uri not in known:
-            sizes[uri] = sizes.get(uri, 0) + run.size(key)
+            sizes[uri] = sizes.get(uri, 0) + n_bytes
     for uri, n_bytes in sizes.items():
         match = FOLDER_NAME.fullmatch(uri.rpartition("/")[2])
         if match:
@@ -293,10 +299,10 @@ def _step(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> int:
 
 
 def _open_source(source: str) -> tuple[Tensors, Any]:
-    path = Path(source)
-    if (path / MARKER).is_file():
+    path, remote = Path(source), "://" in source
+    if open_storage(source).exists(MARKER) if remote else (path / MARKER).is_file():
         return checkpoint_index.open_checkpoint(source), lambda: None  # our own
-    if "://" in source or (path / METADATA).is_file():
+    if remote or (path / METADATA).is_file():
         return open_plain(source), lambda: None
     if not path.exists():
         raise SpecError(f"{source}: no such file or folder")
@@ -459,6 +465,8 @@ def remove(run: Storage, step: int, force: bool = False) -> list[str]:
                 "it all the same"
             )
     for item in items:
+        # so that the next driver does not miss it
+        run.put(f"{REMOVED}/{item.uri.rpartition('/')[2]}", b"")
         checkpoint_index.remove(item.uri)
     return [item.uri for item in items]
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -37,20 +38,23 @@ UNFINISHED_S, UNFINISHED_AT_START_S = 3600.0, 60.0
 CLOSE_MOST_S = 10.0
 OVERDUE_S = 180.0  # of a commit; object storage is retried for 120 s
 REMOVE_TRIES, REMOVE_WAIT_S = 3, 1.0
+REMOVE_AGAIN_S = 300.0
 START, COMMIT, REMOVE, LAST = range(4)  # in this order
 
 
 class CheckpointCommitter:
     """`meta`: goes into each marker. `write`: makes the stored parts of a copy a checkpoint; None =
     as durable.commit does. `verify`: copies are read back, too. `digests`: step -> running digest
-    of the sample ids; replaced at each step."""
+    of the sample ids; replaced at each step. `known`: URIs of checkpoints that earlier drivers have
+    committed: their folders are not cleaned up, should they lose their markers."""
 
     def __init__(
         self, storage: Storage, epoch: int, meta: dict[str, Any], *, write: Commit | None = None,
-        verify: bool = False, digests: Mapping[int, str] | None = None,
+        verify: bool = False, digests: Mapping[int, str] | None = None, known: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.storage, self.epoch, self.meta = storage, epoch, meta
         self.digests: Mapping[int, str] = digests or {}
+        self._committed = set(known)
         self._write = write or self._commit_files
         self._news: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._checks = CopyChecks(self._news.put, _verify) if verify else None
@@ -62,6 +66,7 @@ class CheckpointCommitter:
         # what interrupted saves of steps before this one have left is to be removed
         self._below: int | None = None
         self._ordered = 0  # and under drivers before that of the newest generation that was saved
+        self._left: list[str] = []  # what could not be removed: after the next commit, or when idle
         # storage may never answer
         self._thread = threading.Thread(target=self._run, name="durable-copies", daemon=True)
         self._thread.start()
@@ -87,6 +92,7 @@ class CheckpointCommitter:
         over."""
         if self._checks is not None:
             self._checks.removed(uri)
+        self._committed.discard(uri)
         self._order(REMOVE, lambda: self._remove(uri))
 
     def clean(self) -> None:
@@ -127,7 +133,9 @@ class CheckpointCommitter:
         kind = START
         while kind != LAST:
             with self._change:
-                self._change.wait_for(lambda: self._waiting)
+                idle_s = REMOVE_AGAIN_S if self._left else None
+                if not self._change.wait_for(lambda: self._waiting, idle_s):
+                    self._remove_left()
                 kind, _, _, order = heapq.heappop(self._waiting)
             order()
             with self._change:
@@ -150,6 +158,7 @@ class CheckpointCommitter:
         finally:
             with self._change:
                 self._open.pop((plan.generation, step), None)
+        self._committed.add(uri)
         n_bytes = sum(part.n_bytes for part in shards)
         copy = Copy(
             step, "durable", plan.generation, plan.layout, plan.layers, uri, n_bytes,
@@ -159,6 +168,7 @@ class CheckpointCommitter:
         self._news.put(CopyStored(copy, slowest_s, stall_s))
         self._below = max(step, self._below or 0)
         self._ordered = max(self._ordered, parts.ordered)
+        self._remove_left()
         if self._checks is not None:
             self._checks.check(copy)
 
@@ -192,13 +202,19 @@ class CheckpointCommitter:
             else:
                 self._news.put(CopyRemoved(uri))
                 return
+        self._left.append(uri)
+
+    def _remove_left(self) -> None:
+        again, self._left = self._left, []
+        for uri in again:
+            self._order(REMOVE, partial(self._remove, uri))
 
     def _clean(self, below_step: int | None) -> None:
         from elastic.worker.checkpoint import checkpoint_index
 
         try:
             for folder in checkpoint_index.clean(
-                self.storage, self.epoch, below_step, ordered=self._ordered
+                self.storage, self.epoch, below_step, ordered=self._ordered, spared=self._committed
             ):
                 log.info("%s: left by an interrupted save, removed", folder)
             self.storage.clean_unfinished(

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,17 +49,23 @@ TELL_AFTER_S, TAKE_MOST_S = 5.0, 300.0
 @dataclass(frozen=True)
 class FoundCopies:
     """Checkpoints in the run's storage, the newest first; `meta`: of the newest; `damaged`: those
-    whose markers cannot be read."""
+    whose markers cannot be read, or are gone; `known`: URIs of all that were ever committed, as far
+    as that is known."""
 
     copies: tuple[Copy, ...]
     meta: Mapping[str, Any]
     damaged: tuple[CopyDamaged, ...]
+    known: frozenset[str] = frozenset()
 
 
-def found_copies(storage: Storage) -> FoundCopies:
-    """Raises StateLost where there are some, and no marker can be read."""
+def found_copies(
+    storage: Storage, known: Iterable[str] = (), *, attached: bool = False
+) -> FoundCopies:
+    """`known`: URIs of those that earlier drivers have committed. Raises StateLost where there are
+    some, and no marker can be read, or none is left (`attached`: workers may hold a state all the
+    same)."""
     from elastic.worker.checkpoint import checkpoint_index
-    from elastic.worker.checkpoint.checkpoint_format import MARKER
+    from elastic.worker.checkpoint.checkpoint_format import FOLDER, MARKER
 
     problems: list[str] = []
     found = checkpoint_index.find(storage, problems)
@@ -68,12 +74,35 @@ def found_copies(storage: Storage) -> FoundCopies:
             f"{problems[0]}; no other checkpoint is whole: mend it, or remove it with elastic "
             "checkpoint rm"
         )
-    damaged = tuple(
-        CopyDamaged(problem.partition(f"/{MARKER}:")[0], problem) for problem in problems
-    )
+    damaged = {problem.partition(f"/{MARKER}:")[0]: problem for problem in problems}
+    here = {storage.uri_of(f"{FOLDER}/{uri.rpartition('/')[2]}") for uri in known}
+    newest = found[0].step if found else -1
+    gone = _gone(storage, here - damaged.keys() - {item.uri for item in found}, newest)
+    if gone and not found and not attached:
+        raise StateLost(
+            f"{next(iter(gone.values()))}; no other checkpoint is there: bring it back, or start "
+            "over with another --run-name"
+        )
     return FoundCopies(
-        tuple(_copy(item) for item in found), found[0].meta if found else {}, damaged
+        tuple(_copy(item) for item in found),
+        found[0].meta if found else {},
+        tuple(CopyDamaged(uri, reason) for uri, reason in (damaged | gone).items()),
+        frozenset((*here, *(item.uri for item in found))),
     )
+
+
+def _gone(storage: Storage, uris: Collection[str], newest: int) -> dict[str, str]:
+    """Those of later steps than `newest` that nobody has removed, the newest first -> what is said
+    of them."""
+    from elastic.worker.checkpoint.checkpoint_format import FOLDER_NAME, MARKER, REMOVED
+
+    names = {uri: FOLDER_NAME.fullmatch(uri.rpartition("/")[2]) for uri in uris}
+    steps = {uri: int(match[1]) for uri, match in names.items() if match}
+    return {
+        uri: f"{uri}/{MARKER}: missing; the journal says that step {steps[uri]} was stored there"
+        for uri in sorted(steps, key=lambda uri: steps[uri], reverse=True)
+        if steps[uri] > newest and not storage.exists(f"{REMOVED}/{uri.rpartition('/')[2]}")
+    }
 
 
 def _copy(found: CheckpointInfo) -> Copy:

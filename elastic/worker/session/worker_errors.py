@@ -15,6 +15,7 @@ from elastic.errors import (
     SpecError,
     StateLost,
     StorageFailed,
+    StorageRefused,
 )
 from elastic.types import FailureKind
 from elastic.user_frames import log_text, raised_at, user_traceback
@@ -33,7 +34,7 @@ def kind_of(error: BaseException) -> FailureKind:
         if any(words in said for words in MEMORY):
             return "out_of_memory"
         return "device" if device_lost(error) and ASSERT not in said else "program"
-    if isinstance(error, StateLost | StorageFailed):
+    if isinstance(error, StateLost | StorageFailed | StorageRefused):
         return "infrastructure"
     if isinstance(error, Tripped):
         return "not_finite" if error.trip.guard == "not_finite" else "guard"
@@ -67,7 +68,7 @@ def print_error(error: BaseException) -> str:
 def text_of(error: BaseException) -> str:
     """One line with the innermost cause, and for errors of the program the place in the user's
     file."""
-    if isinstance(error, StateLost | LayoutDiffers):
+    if isinstance(error, StateLost | StorageRefused | LayoutDiffers):
         return str(error)  # it names the file, its cause does not
     if kind_of(error) == "device":
         return f"CUDA error: {cuda_error(error)}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any, ClassVar
@@ -89,7 +89,7 @@ class LinkedRank(SessionProcess):
 @dataclass
 class ProcessBackend(HostingBackend):
     """`hear`: gets every event before the policy does. `lease`: is whose this driver is; it is not
-    released here."""
+    released here. `known`: URIs of checkpoints that earlier drivers have committed."""
 
     hosted: SessionProcesses
     nodes: Sequence[Node]
@@ -99,6 +99,7 @@ class ProcessBackend(HostingBackend):
     hear: Callable[[Event], None] = lambda event: None
     ordered: Callable[[EnterPlan], None] = lambda action: None
     digests: Mapping[int, str] = field(default_factory=dict)
+    known: Collection[str] = ()
     _asked: list[str] = field(init=False, default_factory=list)
     _lost: str = field(init=False, default="")
 
@@ -106,7 +107,12 @@ class ProcessBackend(HostingBackend):
         job = Job.from_plain(self.start.job)
         meta = {"run": self.start.run, KEY: self.start.job.get(KEY)}
         self.copies = CheckpointCommitter(
-            self.storage, self.start.epoch, meta, verify=job.verify_copies, digests=self.digests
+            self.storage,
+            self.start.epoch,
+            meta,
+            verify=job.verify_copies,
+            digests=self.digests,
+            known=self.known,
         )
         self._host(self.hosted, job)
         self.copies.clean()

@@ -341,7 +341,8 @@ class StandaloneRun:
                 lines, stored, cut = folder.without_damage()
             else:
                 lines, stored = folder.take_over()
-            state, found = restored(lines), found_copies(self.storage)
+            state = restored(lines)
+            found = found_copies(self.storage, state.committed if state is not None else ())
             job = self.spec.job()
             mark = fingerprint(self.spec.program, job, model, n_samples=n_samples)
             most = max(node.gpus for node in meeting.nodes)
@@ -349,6 +350,7 @@ class StandaloneRun:
             start = DriverStarted(
                 self.name, lease.epoch, replace(job, fingerprint=mark).plain(), (pool,), model,
                 durable=found.copies, cut=cut.said if cut is not None else "", dates_budget=True,
+                scores_all=True, judges_all=True,
             )  # fmt: skip
             self._may_go_on(start, lines, state, found=found)
             known = {copy.step: copy.samples for copy in found.copies if copy.samples}
@@ -356,6 +358,7 @@ class StandaloneRun:
             backend = ProcessBackend(
                 hosted, meeting.nodes, self.storage, lease, start,
                 partial(self._hear, hosted=hosted), self._ordered, known,
+                found.known,
             )  # fmt: skip
             stack.callback(backend.close)
             self._passes_on(backend.ask_stop)

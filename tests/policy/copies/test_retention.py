@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import StateLost
+from elastic.policy.copies import retention as retention_of
 from elastic.policy.copies.recovery import newest
 from elastic.policy.copies.retention import COPY_TRIES, COPY_WAIT_S, kept, removal, retention
 from elastic.policy.decide import decide
@@ -110,6 +112,18 @@ def test_the_newest_copy_always_stays_and_removal_comes_to_rest(
         assert len(after.durable) >= min(len(steps), job["keep_last"])
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_quota_counts_every_copy_that_there_is(flag: bool) -> None:
+    """It leaves room for one of 100, and keep_every would keep 200."""
+    now = replace(state([], keep_every=1, storage_quota_gb=102.5), judges_all=flag)
+    for step in range(1, 201):
+        now = fold(now, CopyStored(copy(step)), 1.0)
+    assert len(now.durable) == (200 if flag else 100)
+    gone = removal(now).actions
+    assert len(gone) == (101 if flag else 1)
+    assert len(fold(now, Decided(removal(now)), 1.0).durable) == 99
+
+
 def test_a_removal_says_why_and_nothing_resumes_from_it() -> None:
     was = state([50, 40, 30, 20])
     decision = retention(was)
@@ -147,7 +161,35 @@ def test_at_the_end_the_run_leaves_only_what_stays() -> None:
 def test_validation_losses_are_remembered() -> None:
     after = fold(state([]), Evaluated(1, 5, {"validation_loss": 2.0}), 1.0)
     after = fold(after, Evaluated(1, 6, {"validation_loss": float("nan")}), 1.0)
-    assert after.validation == {5: 2.0}
+    assert after.validation == {5: 2.0}, "as drivers before decided"
+    after = fold(replace(after, scores_all=True), Evaluated(1, 7, {"accuracy": 0.5}), 1.0)
+    for step, loss in ((8, math.nan), (9, -math.inf)):
+        after = fold(after, Evaluated(1, step, {"validation_loss": loss}), 1.0)
+    assert after.validation == {5: 2.0, 8: math.inf, 9: math.inf}
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(True, [50, 30]), (False, [50, 40])])
+def test_a_copy_whose_validation_loss_is_not_finite_is_not_the_best(
+    flag: bool, expected: list[int]
+) -> None:
+    now = replace(state([50, 40, 30], keep_last=1, keep_best=1), scores_all=flag)
+    for step, loss in ((30, 1.0), (40, math.nan), (50, 2.0)):
+        now = fold(now, Evaluated(1, step, {"validation_loss": loss}), 1.0)
+    assert stays(now) == expected
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(True, [90, 20]), (False, [90])])
+def test_the_best_copy_stays_however_many_evaluations_come_after_it(
+    flag: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention_of, "KEPT_EVALUATIONS", 3)
+    now = replace(state([20], keep_last=1, keep_best=1), scores_all=flag)
+    for step in range(10, 100, 10):
+        loss = 1.0 if step == 10 else 2.0 + step
+        now = fold(now, Evaluated(1, step, {"validation_loss": loss}), 1.0)
+    # of steps 10 and 20 the older one is pruned: step 20 is judged by its own
+    assert list(now.validation) == ([20] if flag else []) + [70, 80, 90]
+    assert stays(replace(now, durable=(copy(90), copy(20)))) == expected
 
 
 def test_a_copy_that_fails_on_the_way_stops_nothing() -> None:

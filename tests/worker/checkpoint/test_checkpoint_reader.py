@@ -17,15 +17,16 @@ import torch
 from support.worker.saved import CUTS, MODEL, find_valid, save
 from torch import Tensor
 
-from elastic.errors import SpecError
+from elastic.errors import SpecError, StorageDamaged
 from elastic.reshard.rank_boxes import boxes, state_specs
 from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.checkpoint.blob import decode_blob, digest_of, find_data
 from elastic.worker.checkpoint.checkpoint_format import Damaged
-from elastic.worker.checkpoint.checkpoint_index import open_checkpoint, verify
+from elastic.worker.checkpoint.checkpoint_index import committed, find, open_checkpoint, verify
 from elastic.worker.checkpoint.checkpoint_writer import commit, write_shard
+from elastic.worker.hosting.resume_checks import found_copies
 
 
 def flip(path: Path) -> None:
@@ -101,6 +102,39 @@ def test_another_version_is_not_read(storage: Storage) -> None:
 
     rewrite(Path(uri) / "commit.json", change)
     assert "version 1 is not known (it would be 2)" in verify(uri)[0]
+
+
+def test_one_of_a_newer_version_is_refused_and_none_before_it_taken(storage: Storage) -> None:
+    save(storage, CUTS[1], step=6)
+    uri = save(storage, CUTS[1], step=7)
+    rewrite(Path(uri) / "commit.json", lambda body: body.update(version=3))
+    said = f"{uri}/commit.json: version 3 is newer than 2, the newest that this elastic reads"
+    for look in (
+        lambda: find(storage),
+        lambda: open_checkpoint(uri),
+        lambda: found_copies(storage),
+    ):
+        with pytest.raises(SpecError, match=said):
+            look()
+
+
+def test_a_marker_that_storage_cannot_give_whole_is_one_damaged_copy(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = save(storage, CUTS[1], step=6), save(storage, CUTS[1], step=7)
+    run = open_storage(storage.uri)
+    real = run.get
+
+    def get(key: str) -> bytes:
+        if "step-00000006" in key:
+            raise StorageDamaged(f"{key}: its CRC-32 is another (asked 10 times in 60 s)")
+        return real(key)
+
+    monkeypatch.setattr(run, "get", get)
+    found = found_copies(run)
+    assert [copy.uri for copy in found.copies] == [new]
+    assert [one.uri for one in found.damaged] == [old]
+    assert [item.step for item in committed(run)] == [7], "commits do not fail by it"
 
 
 def write_large(storage: Storage) -> tuple[str, Tensor]:
@@ -202,7 +236,6 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
             {"name": "../../../etc/passwd", "n_bytes": 1, "sha256": ""}
         ),
         lambda body: body.update(step=99),
-        lambda body: body.update(version=3),
         lambda body: body.update(world_size=-1),
         lambda body: body.update(files={}),
     ],

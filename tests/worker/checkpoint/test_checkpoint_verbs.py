@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from elastic.cli.command_line import main
-from elastic.errors import SpecError
+from elastic.errors import SpecError, StateLost
 from elastic.program import Program, load_program
 from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
@@ -390,6 +390,14 @@ def test_our_own_copy_has_the_names_of_torch_and_is_imported_too(
         )
     again = import_state(ours, run_of(tmp_path / "again"), wanted(program, at_step=None))
     assert (again["step"], again["moments"], again["ignored"]) == (1, 3 * again["weights"], [])
+    named = import_state(f"file://{ours}", run_of(tmp_path / "uri"), wanted(program, at_step=None))
+    assert named | {"uri": ""} == again | {"uri": ""}
+    shard = Path(ours) / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(StateLost, match=r"__0_0\.distcp"):  # its digests are looked at
+        import_state(f"file://{ours}", run_of(tmp_path / "no"), wanted(program, at_step=None))
 
 
 # ---------------------------------------------------------------------------------------- ls and rm
@@ -417,6 +425,25 @@ def test_listed(program: Program, tmp_path: Path) -> None:
     )
 
 
+def test_a_copy_that_is_removed_while_it_is_listed_is_left_out(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path)
+    save(run, trace(program), 10, Layout())
+    checkpoint_writer.write_shard(
+        run, 5, 1, rank=0, items=[(Box("w", (0,), (2,), "float32"), torch.zeros(2))]
+    )
+    real = type(run).list
+
+    def then_gone(self: Storage, prefix: str = "") -> list[str]:
+        found = real(self, prefix)  # type: ignore[arg-type]
+        self.delete_folder("checkpoints/step-00000005.g0001")
+        return found
+
+    monkeypatch.setattr(type(run), "list", then_gone)
+    assert [item.step for item in listed(run)] == [10]
+
+
 def test_the_only_good_copy_is_not_removed(program: Program, tmp_path: Path) -> None:
     run = run_of(tmp_path)
     uris = [save(run, trace(program), step, Layout()) for step in (10, 20)]
@@ -431,7 +458,7 @@ def test_the_only_good_copy_is_not_removed(program: Program, tmp_path: Path) -> 
     with pytest.raises(SpecError, match="only good"):
         remove(run, 10)
     assert remove(run, 10, force=True) == [uris[0]]
-    assert run.list() == []
+    assert run.list("checkpoints/step-") == []
     checkpoint_writer.write_shard(
         run, 30, 1, rank=0, items=[(Box("w", (0,), (2,), "float32"), torch.zeros(2))]
     )

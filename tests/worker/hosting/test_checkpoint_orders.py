@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.cluster.stage import plan
+from support.waiting import until
 
 from elastic.storage import open_storage
-from elastic.types import Box, CopyFailed, CopyStored, ShardStored, WorkerId
+from elastic.types import Box, CopyFailed, CopyRemoved, CopyStored, ShardStored, WorkerId
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_format import SAMPLES
 from elastic.worker.hosting.aggregate import CheckpointParts
@@ -35,7 +36,9 @@ class SlowStorage:
         monkeypatch.setattr(
             checkpoint_index,
             "clean",
-            lambda storage, epoch, below, *, ordered: self.calls.append(("clean", below)) or [],
+            lambda storage, epoch, below, *, ordered, spared: (
+                self.calls.append(("clean", below)) or []
+            ),
         )
 
     def commit(self, parts: CheckpointParts, digest: int) -> str:
@@ -132,6 +135,34 @@ def test_what_nobody_thought_of_is_a_copy_that_failed_and_the_next_one_is_stored
     copies.commit(parts(6))
     copies.close()
     assert [e.copy.step for e in copies.news() if isinstance(e, CopyStored)] == [6]
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_what_could_not_be_removed_is_after_the_next_commit_or_when_idle(
+    tmp_path: Path, slow: SlowStorage, monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    """Else it would count for the quota, and nobody would remember it."""
+    monkeypatch.setattr("elastic.worker.hosting.checkpoint_orders.REMOVE_WAIT_S", 0.0)
+    slow.go.set()
+    tries: list[str] = []
+
+    def refuse(storage: object, uri: str, epoch: int) -> None:
+        tries.append(uri)
+        if len(tries) <= 3:
+            raise OSError("storage is away")
+
+    monkeypatch.setattr(checkpoint_index, "remove_copy", refuse)
+    copies = CheckpointCommitter(open_storage(str(tmp_path)), 1, {}, write=slow.commit)
+    if idle:  # no copy is begun where the quota is used up
+        monkeypatch.setattr("elastic.worker.hosting.checkpoint_orders.REMOVE_AGAIN_S", 0.01)
+    copies.remove("step-1")
+    until(lambda: len(tries) >= 3, "three tries")
+    if not idle:
+        copies.commit(parts(5))
+    until(lambda: len(tries) == 4, "another one")
+    copies.close()
+    assert tries == ["step-1"] * 4
+    assert [event.uri for event in copies.news() if isinstance(event, CopyRemoved)] == ["step-1"]
 
 
 def test_closing_waits_a_bounded_time_and_holds_no_exit_up(

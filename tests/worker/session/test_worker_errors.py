@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.errors import InternalError, ProgramError
+from elastic.errors import InternalError, ProgramError, SpecError, StorageRefused
 from elastic.worker.process.cuda_errors import device_lost, is_assert
 from elastic.worker.session.worker_errors import kind_of, print_error, text_of
 
@@ -150,3 +150,12 @@ def test_the_traceback_that_is_kept_holds_no_secret(capsys: pytest.CaptureFixtur
     assert "in logs_in" in said and said.endswith(
         "ValueError: cannot log in at https://me:***@host/x with --hf-token ***\n"
     )
+
+
+def test_storage_that_refuses_is_no_fault_of_the_program() -> None:
+    """Its credentials may be renewed."""
+    cause = RuntimeError("An error occurred (ExpiredToken) when calling GetObject")
+    refused = StorageRefused("s3://b/k: reading was refused (ExpiredToken): renew them")
+    refused.__cause__ = cause
+    assert kind_of(refused) == "infrastructure" and text_of(refused) == str(refused)
+    assert kind_of(SpecError("the layout")) == "program"
