@@ -255,6 +255,11 @@ class JobSpec(Strict):
             parse_layout(str(value))
         return value
 
+    @field_validator("drill", mode="before")
+    @classmethod
+    def _in_short(cls, value: Any) -> Any:
+        return [*in_short(value).values()] if isinstance(value, str) else value
+
     @field_validator("args", mode="before")
     @classmethod
     def _texts(cls, value: Any) -> Any:

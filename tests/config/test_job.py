@@ -301,6 +301,17 @@ def test_fit(folder: Path) -> None:
         check_fit(load(folder, GOOD + "on_demand_floor: 2\n"), pools)
 
 
+def test_a_drill_in_short_in_the_job(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(GOOD + 'drill: "kill any at 3, add spot at 5"\n')
+    assert [entry.plain() for entry in load_job(tmp_path).drill] == [
+        {"at_step": 3, "kill": "any"},
+        {"at_step": 5, "add": "spot"},
+    ]
+    (tmp_path / "job.yaml").write_text(GOOD + "drill: kill any soon\n")
+    with pytest.raises(SpecError, match="'kill any soon' is not as it must be: "):
+        load_job(tmp_path)
+
+
 def test_drill_file(tmp_path: Path) -> None:
     file = tmp_path / "drill.yaml"
     file.write_text(

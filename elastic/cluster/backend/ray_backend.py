@@ -358,7 +358,7 @@ class RayBackend(HostingBackend):
             return [unlike]
         pids = [pid if one == dead else self.worker_group.pid(one) for one in plan.ranks]
         of = zip(plan.ranks, pids, strict=True)
-        files = [file_of(self.run.logs, str(one), number, CALLS) for one, number in of]
+        files = [file_of(self.run.logs, str(one), number, end=CALLS) for one, number in of]
         ranks = {n: calls_in(file, plan.generation) for n, file in enumerate(files)}
         told = difference(ranks) if all(ranks.values()) else ""
         if told:
@@ -371,8 +371,8 @@ class RayBackend(HostingBackend):
 
     def _last_words(self, worker: WorkerId, pid: int) -> LastWords:
         """Of a process; none where it wrote nothing, or not where this driver can read."""
-        known = self.run.logs and pid
-        words = last_words(self.run.logs, str(worker), pid) if known else LastWords()
+        logs = self.run.logs
+        words = last_words(logs, str(worker), pid) if logs and pid else LastWords()
         if not words and self.cluster is not None and pid:
             words = LastWords.of(self.cluster.errors_of(pid))
         return words

@@ -120,7 +120,7 @@ class Output:
         return (*missed, *(masked_text(line) for line in lines if not line.startswith(LOG_MARK)))
 
 
-def file_of(folder: str | Path, worker: str, pid: int, end: str = ".log") -> Path:
+def file_of(folder: str | Path, worker: str, pid: int, *, end: str = ".log") -> Path:
     """What a process of the worker has printed, or (`CALLS`) what the script in it calls. Processes
     of several hosts may have one pid, and write into one folder."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", worker)

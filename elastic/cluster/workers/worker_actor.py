@@ -98,7 +98,7 @@ class Worker:
         self.session = _imported(setup.session)(setup.me, setup.job, setup.run_uri)
         if self.output is not None:
             folder = self.output.path.parent
-            self.session.calls_file = file_of(folder, str(setup.me), os.getpid(), CALLS)
+            self.session.calls_file = file_of(folder, str(setup.me), os.getpid(), end=CALLS)
         if setup.train_function:  # each start of the function is another copy of it
             from elastic.cluster.workers import train_function
 

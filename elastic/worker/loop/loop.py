@@ -155,7 +155,7 @@ class loop:
         ) or not isinstance(self.model, nn.Module):
             raise SpecError(
                 f"elastic.loop: model is a {type(self.model).__name__}; give the plain nn.Module, "
-                "not wrapped and not compiled"
+                "not wrapped and not compiled (and ElasticTrainer in the place of TorchTrainer)"
             )
         if any(
             state for one in by_name(self.optimizer, WHERE).values() for state in one.state.values()

@@ -60,7 +60,7 @@ OWN_BACKWARD = (
 # what torch says of layers that do not fit each other, whatever the batch is
 SHAPES = re.compile(
     r"shapes cannot be multiplied|must have same reduction dim|Given normalized_shape|"
-    r"Given groups=|but got input of size"
+    r"Given groups=|but got input of size|to match target batch_size"
 )
 
 

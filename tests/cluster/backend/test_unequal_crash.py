@@ -24,7 +24,7 @@ GLOO = "[enforce fail at /a/pair.cc:456] 20 vs 10. Is there a distributed collec
 def kept(folder: Path, pid: int, n_calls: int, generation: int = 3) -> None:
     log = CallLog()
     worker = next(worker for worker in PIDS if PIDS[worker] == pid)
-    log.keep_in(file_of(folder, str(worker), pid, CALLS))
+    log.keep_in(file_of(folder, str(worker), pid, end=CALLS))
     log.enter(generation)
     log.begin(18)
     for _ in range(n_calls):

@@ -126,7 +126,7 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     left = {int(path.name.split("-")[1]) for path in tmp_path.glob("*.log")}
     assert left == set(range(3, output.FILES_KEPT + 3))
     for k in range(output.FILES_KEPT + 3):
-        output.file_of(tmp_path, "n/0", k, output.CALLS).touch()
+        output.file_of(tmp_path, "n/0", k, end=output.CALLS).touch()
     (tmp_path / output.PRUNED).unlink()
     output.prune(tmp_path)
     assert len(list(tmp_path.glob(f"*{output.CALLS}"))) == output.FILES_KEPT
