@@ -24,7 +24,7 @@ class RayRun:
               the newest last; `step`:
     the last one of them that is written down. `logs`: a folder for what the workers print; None =
     where Ray puts it. `digests`: step -> running digest of the sample ids, as far as earlier
-    drivers knew them.
+    drivers knew them. `default_pools`: nobody has said what the nodes are.
     """
 
     name: str
@@ -42,6 +42,7 @@ class RayRun:
     spared: bool = False
     digests: Mapping[int, str] = field(default_factory=dict)
     train_function: bytes = b""
+    default_pools: bool = False
 
     @property
     def meta(self) -> dict[str, Any]:
