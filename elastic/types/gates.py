@@ -74,6 +74,9 @@ class Gates:
     waits_for_started: bool = False
     # machines that were released and have not ended count for `max_nodes`, else they do not
     counts_leaving: bool = False
+    # an error that the program raises while a node is prepared is that node's, where others have
+    # opened the program, else it ends the run
+    spares_the_rest: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))
