@@ -19,6 +19,13 @@ def python_path(*first: str) -> str:
     return os.pathsep.join(dict.fromkeys(filter(None, (*first, str(PACKAGE.parent), *given))))
 
 
+def source_folder() -> str:
+    """Of a checkout, which other hosts import this package from as this one does; "" = it is
+    installed beside other packages, which are each host's own."""
+    folder = PACKAGE.parent
+    return "" if folder.name in ("site-packages", "dist-packages") else str(folder)
+
+
 @cache
 def version_of(package: str) -> str:
     """Of what is installed; '' = nothing by that name is. The file system is asked once."""

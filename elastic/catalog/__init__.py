@@ -29,7 +29,7 @@ PRICES_AT = date(2026, 11, 22)  # when the table was put together; older rows sa
 __all__ = [
     "DTYPES", "PRICES_AT", "REFERENCE_REGIONS", "VARIABLE", "Catalog", "Chip",
     "InstanceType", "Quote", "chip", "chips", "cpu_chip", "find_chip", "find_chips",
-    "instance_type", "instance_types", "nearest", "read",
+    "instance_type", "instance_types", "nearest", "read", "same_gpu",
 ]  # fmt: skip
 
 
@@ -51,6 +51,11 @@ def find_chips(name: str, own: Sequence[str | Path] = ()) -> tuple[Chip, ...]:
     """All that a spelling fits, as `h100` does each form of it. Raises SpecError where none is."""
     known = read(own).chips
     return gpu_names.matching(name, known) or (gpu_names.find(name, known),)
+
+
+def same_gpu(name: str, other: str) -> bool:
+    """Can two spellings stand for one GPU?"""
+    return gpu_names.may_be_one(name, other, read().chips)
 
 
 def nearest(name: str, cloud: str = "") -> str:

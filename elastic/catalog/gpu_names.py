@@ -59,6 +59,14 @@ def matching(name: str, chips: Mapping[str, Chip]) -> tuple[Chip, ...]:
     )
 
 
+def may_be_one(name: str, other: str, chips: Mapping[str, Chip]) -> bool:
+    """Can both stand for one GPU? What the table does not know is compared word by word."""
+    found, others = matching(name, chips), matching(other, chips)
+    if found and others:
+        return any(chip in others for chip in found)
+    return words(name) - NOISE == words(other) - NOISE
+
+
 def words(name: str) -> set[str]:
     """`NVIDIA A100-SXM4-80GB` -> {nvidia, a100, sxm, 80gb}."""
     text = re.sub(r"rtx(?=[0-9a])", "rtx ", name.lower())

@@ -8,6 +8,7 @@ from typing import Any
 
 # how a refusal begins where the run's folder is another one on that node
 APART = "storage is not shared"
+PLACE = "admission"  # in the run's storage: what its nodes write to show that they share it
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,15 @@ class Mark:
 class Terms:
     """`versions`: those of the run, as far as they are known. `gpu_bytes`: memory that each
     worker's GPU must have free, `host_bytes`: the node's host memory, likewise; 0 = not known.
-    `mark`: None = the storage is not looked at."""
+    `mark`: None = the storage is not looked at. `on_gpu`: the node is of a pool of GPUs.
+    `storage`: the run's, where that is object storage; "" = it is not looked at."""
 
     versions: dict[str, str] = field(default_factory=dict)
     gpu_bytes: int = 0
     host_bytes: int = 0
     mark: Mark | None = None
+    on_gpu: bool = False
+    storage: str = ""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,9 @@ class Gates:
     scores_all: bool = False
     # all checkpoints that there are are judged by what is to stay, else the newest 100
     judges_all: bool = False
+    # an error that the program raises while a node is prepared is that node's, where others have
+    # opened the program, else it ends the run
+    spares_the_rest: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

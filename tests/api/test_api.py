@@ -6,13 +6,14 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.api.tiny_job import MODEL, START, prepared, steps
 from support.places import PROGRAMS, ROOT
 
 import elastic
-from elastic import api
+from elastic import api, version
 from elastic.api import Options
 from elastic.api.checkpoint_actions import checkpoints
 from elastic.api.running import run as running
@@ -66,6 +67,39 @@ def test_the_ray_address_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert prepared(folder).address == "10.0.0.1:6379"
     assert prepared(folder, local=True).address is None
+
+
+def test_the_backend_knows_whether_anybody_has_said_what_the_nodes_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.cluster.backend.ray_backend.RayBackend", lambda run, *_, **__: run)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+
+    def default() -> bool:
+        lease: Any = None
+        run: Any = prepared(folder)._backend(START, None, None, lease=lease)
+        return bool(run.default_pools)
+
+    assert default()
+    (folder / "job.yaml").write_text("steps: 4\nglobal_batch: 8\npools: [{name: a}]\n")
+    assert not default()
+
+
+def test_workers_import_from_a_checkout_and_not_from_the_packages_of_the_driver(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With these, torch would be the driver's too, wherever that path exists."""
+
+    def paths() -> tuple[str, ...]:
+        lease: Any = None
+        run: Any = prepared(folder)._backend(START, None, None, lease=lease)
+        return tuple(run.python_path)
+
+    monkeypatch.setattr("elastic.cluster.backend.ray_backend.RayBackend", lambda run, *_, **__: run)
+    assert paths() == (str(folder), str(ROOT))
+    for name in ("site-packages", "dist-packages"):
+        monkeypatch.setattr(version, "PACKAGE", Path("/nfs/venv/lib/python3.11", name, "elastic"))
+        assert paths() == (str(folder), "")
 
 
 def test_a_submitted_job_keeps_its_runs(

@@ -301,15 +301,14 @@ def test_fit(folder: Path) -> None:
         check_fit(load(folder, GOOD + "on_demand_floor: 2\n"), pools)
 
 
-def test_a_drill_in_short_in_the_job(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(GOOD + 'drill: "kill any at 3, add spot at 5"\n')
-    assert [entry.plain() for entry in load_job(tmp_path).drill] == [
+def test_a_drill_in_short_in_the_job(folder: Path) -> None:
+    text = GOOD + 'drill: "kill any at 3, add spot at 5"\n'
+    assert [entry.plain() for entry in load(folder, text).drill] == [
         {"at_step": 3, "kill": "any"},
         {"at_step": 5, "add": "spot"},
     ]
-    (tmp_path / "job.yaml").write_text(GOOD + "drill: kill any soon\n")
     with pytest.raises(SpecError, match="'kill any soon' is not as it must be: "):
-        load_job(tmp_path)
+        load(folder, GOOD + "drill: kill any soon\n")
 
 
 def test_drill_file(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
 from elastic.types import COMPUTES_IN, DriverStarted, Outcome, Pool, StepDone, WorkerFailed
 from elastic.types.gates import newest_gates
-from elastic.version import PACKAGE
+from elastic.version import source_folder
 from elastic.worker.hosting.resume_checks import (
     FoundCopies,
     check_cp,
@@ -134,6 +134,8 @@ class JobRun:
         self.options, self.train_function = options, train_function
         self.launched_at_s = time.time()
         self.address = ray_address(options)
+        # nodes as the embedded cluster makes them: of CPUs
+        self.default_pools = options.cluster is None and "pools" not in spec.model_fields_set
         self.spec = spec = adapted(spec, options, self.address)
         self.pools: tuple[Pool, ...] = tuple(pool.pool() for pool in spec.pools)
         for phase in spec.each_phase():
@@ -365,13 +367,14 @@ class JobRun:
             attach=start.attached,
             plans=plans,
             step=before.step if before and start.attached else 0,
-            python_path=(self.spec.folder, str(PACKAGE.parent)),
+            python_path=(self.spec.folder, source_folder()),
             logs=str(self.place.logs_of_workers(self.address is None)),
             spared=self.options.spared,
             digests={**stored, **(before.digests if before else {})},
             known=self._found.known,
             train_function=self.train_function,
             session=self.session or SESSION,
+            default_pools=self.default_pools,
         )
         return RayBackend(run, cluster, lease, show=self._shown())
 
@@ -438,7 +441,8 @@ class JobRun:
         ]
         if not failed:
             return None
-        worker, frames = failed[0].worker, tuple(failed[0].frames.splitlines())
+        first = max(failed, key=lambda e: e.generation > 0)  # of new nodes: see spares_the_rest
+        worker, frames = first.worker, tuple(first.frames.splitlines())
         found = traceback_of(self.place, str(worker))
         lines = found.lines if found is not None else frames
         if self.terminal is not None and lines:

@@ -10,28 +10,43 @@ import ray
 
 from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.local.local_cluster import LocalCluster
+from elastic.cluster.nodes.providers import described, living
 from elastic.cluster.ray import _ray_private
+from elastic.cluster.ray.address import NO_NODE, check_no_client, unreachable
 from elastic.cluster.workers.worker_group import WorkerGroup
-from elastic.errors import LostContact
+from elastic.errors import LostContact, SpecError
 from elastic.worker.hosting.hosting_backend import HostingBackend
 
 
 def connect(run: RayRun, cluster: LocalCluster | None) -> bool:
-    """True = ray.init was ours. Raises LostContact where nobody answers for the cluster."""
-    if ray.is_initialized():
-        return False
-    if cluster is not None:
+    """True = ray.init was ours. Raises LostContact where nobody answers for the cluster, SpecError
+    where this process is on none of its nodes, or its GPUs would be left idle."""
+    check_no_client()
+    ours = not ray.is_initialized()
+    if ours and cluster is not None:
         cluster.connect(run.namespace)
-    else:
+    elif ours:
         try:
             _ray_private.connect(run.address, run.namespace)
         except (OSError, RuntimeError) as error:
+            if NO_NODE in str(error):
+                raise unreachable(run.address, error) from error
             raise LostContact(
                 f"run '{run.name}': the Ray cluster at {run.address} does not answer "
                 f"({type(error).__name__}: {error}); run it again when its head does"
             ) from error
-    _ray_private.mute_errors()
-    return True
+    if ours:
+        _ray_private.mute_errors()
+    idle = [node for node in living() if node.gpus] if run.default_pools and not cluster else []
+    if idle:
+        if ours:
+            ray.shutdown()
+        raise SpecError(
+            f"run '{run.name}': its job names no pools, so that it would train on CPUs, and the "
+            f"Ray cluster has GPUs, as {described(idle[0])}; give --cluster FILE, or pools with "
+            "their accelerator_type (CPU where CPUs are meant)"
+        )
+    return ours
 
 
 @dataclass

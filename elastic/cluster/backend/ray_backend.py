@@ -111,8 +111,8 @@ class RayBackend(HostingBackend):
         self.worker_group = WorkerGroup(setup, run.namespace, local=self.cluster is not None)
         self.hold = DriverHold(run, self.cluster, self, self.worker_group, connected)
         # embedded nodes are on this host
-        folder = self.storage if outlives and not self.storage.remote else None
-        self.entrance = Entrance(self.worker_group, folder=folder, attached=run.attach)
+        there = self.storage if outlives else None
+        self.entrance = Entrance(self.worker_group, storage=there, attached=run.attach)
         verify = self.commit is None and job.verify_copies
         self.copies = CheckpointCommitter(
             self.storage,
@@ -229,7 +229,8 @@ class RayBackend(HostingBackend):
             self._early.append(NodeLost(action.node_id, "it is not there"))
             return
         self.gather.forget(node.node_id)
-        pool, preparation = self._pool(node.pool), self.entrance.preparation(action, self._plan)
+        on_gpu = self._pool(node.pool).accelerator_type != "CPU"
+        preparation = self.entrance.preparation(action, self._plan, on_gpu=on_gpu)
         self._end(
             [w for w in self.worker_group.workers(node.node_id) if self.liveness.is_silent(w)]
         )
@@ -239,7 +240,7 @@ class RayBackend(HostingBackend):
             if me in there:
                 self.worker_group.order(me, preparation)
             else:
-                place = Placement(ray_id, node.pool, pool.accelerator_type != "CPU")
+                place = Placement(ray_id, node.pool, on_gpu)
                 self.worker_group.start(me, place, preparation)
 
     def _form(self, action: FormGroups) -> None:

@@ -24,7 +24,8 @@ class RayRun:
               the newest last; `step`:
     the last one of them that is written down. `logs`: a folder for what the workers print; None =
     where Ray puts it. `digests`: step -> running digest of the sample ids, as far as earlier
-    drivers knew them; `known`: URIs of checkpoints that they have committed.
+    drivers knew them; `known`: URIs of checkpoints that they have committed. `default_pools`:
+    nobody has said what the nodes are.
     """
 
     name: str
@@ -43,6 +44,7 @@ class RayRun:
     digests: Mapping[int, str] = field(default_factory=dict)
     known: Collection[str] = ()
     train_function: bytes = b""
+    default_pools: bool = False
 
     @property
     def meta(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 
 from elastic.cluster.nodes.demand import Demand, DemandReport, SeenNode
 from elastic.cluster.nodes.node_types import (
+    KUBERNETES,
     ResourceBundle,
     bundle_of,
     monitor_here,
@@ -100,7 +101,7 @@ class AutoscalerAgent:
         """Is there an autoscaler that starts nodes? On Kubernetes it runs in a container of its
         own."""
         if self._monitor is None:
-            return "KUBERNETES_SERVICE_HOST" in os.environ
+            return KUBERNETES in os.environ
         return bool(self._monitor.config)
 
     def order(self, order: DemandReport) -> AutoscalerReport:

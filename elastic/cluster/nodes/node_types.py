@@ -21,6 +21,7 @@ from elastic.types import Pool
 from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
 MONITOR = "/autoscaler/v2/monitor.py"
+KUBERNETES = "KUBERNETES_SERVICE_HOST"  # set in each pod
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,19 @@ def monitor_here() -> Monitor | None:
                 Path(told.get("logs-dir", ""), "monitor.log"),
             )
     return None
+
+
+def types_here() -> dict[str, NodeType] | None:
+    """Those that the cluster's autoscaler can start, where this is its head; none where there is no
+    autoscaler; None = they cannot be read (as on Kubernetes, where it runs in a container of its
+    own)."""
+    monitor = monitor_here()
+    if monitor is None:
+        return None if KUBERNETES in os.environ else {}
+    try:
+        return read_types(monitor.config) if monitor.config else {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
 
 
 def read_types(path: str) -> dict[str, NodeType]:
@@ -134,5 +148,7 @@ def type_of(pool: Pool, types: Mapping[str, NodeType]) -> NodeType | None:
 def _by_kind(pool: Pool) -> dict[str, str]:
     market = {MARKET_LABEL: pool.market_type} if pool.market_type in ("spot", "on-demand") else {}
     return market | (
-        {} if pool.accelerator_type == "CPU" else {ACCELERATOR_LABEL: pool.accelerator_type}
+        {}
+        if pool.accelerator_type in ("CPU", "GPU")
+        else {ACCELERATOR_LABEL: pool.accelerator_type}
     )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastic import catalog
 from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible_gpus
 from elastic.cluster.ray import processes
 from elastic.text import n_of
@@ -20,6 +21,7 @@ from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
 NODE_LABEL = "elastic-node"
+SHOWN_MOST = 3  # nodes of no pool in one line
 
 
 class NodeProvider(Protocol):
@@ -197,6 +199,7 @@ class ClusterNodes:
     # pool, how many are still missing, request id
     _asked: list[list[Any]] = field(default_factory=list)
     _requests: set[str] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)  # Ray ids of nodes of no pool
 
     def __post_init__(self) -> None:
         self._capacity = {pool.name: pool.max_nodes for pool in self.pools}
@@ -225,9 +228,22 @@ class ClusterNodes:
         for name, missing, request_id in self._asked:
             if missing > 0:
                 why = f"no capacity: all that the cluster has of it are in use ({self._used(name)})"
+                why += self._of_no_pool(alive.values())
                 events.append(RequestFailed(name, request_id, why))
         self._asked.clear()
         return events
+
+    def _of_no_pool(self, alive: Iterable[RayNode]) -> str:
+        """Living nodes that cannot be used, which is said once of each; '' = there are none."""
+        others = [
+            node
+            for node in alive
+            if not node.head and node.ray_id not in self._told and pool_of(node, self.pools) is None
+        ]
+        self._told |= {node.ray_id for node in others}
+        shown = [described(node) for node in others[:SHOWN_MOST]]
+        more = [f"{len(others) - SHOWN_MOST} more"] if len(others) > SHOWN_MOST else []
+        return f"; of no pool: {', '.join((*shown, *more))}" if others else ""
 
     def _welcome(self, found: RayNode, pool: Pool) -> Event:
         self._released.pop(found.ray_id, None)
@@ -266,16 +282,40 @@ class ClusterNodes:
 
 
 def pool_of(found: RayNode, pools: Iterable[Pool]) -> Pool | None:
-    """The pool that a node counts to; None = not for us."""
+    """The pool that a node counts to; None = not for us. Ray labels a node by its GPUs; with them
+    it is one of CPUs where no pool is of GPUs like these."""
     fitting = [pool for pool in pools if workers_of(found, pool) > 0]
-    named = next((found.labels[label] for label in POOL_LABELS if label in found.labels), None)
-    if named is not None:
+    if named := pool_name(found.labels):
         return next((pool for pool in fitting if pool.name == named), None)
-    market, accelerator = found.labels.get(MARKET_LABEL), found.labels.get(ACCELERATOR_LABEL)
-    for pool in fitting:
-        if market in (None, pool.market_type) and accelerator in (None, pool.accelerator_type):
-            return pool
-    return None
+    market, kind = found.labels.get(MARKET_LABEL), found.labels.get(ACCELERATOR_LABEL)
+    fitting = [
+        pool
+        for pool in fitting
+        if market in (None, pool.market_type) and (kind is None or is_of_kind(pool, kind))
+    ]
+    on_gpu = [pool for pool in fitting if pool.accelerator_type != "CPU"]
+    just = [pool for pool in on_gpu if kind is not None and pool.accelerator_type != "GPU"]
+    return next(iter(just or on_gpu or fitting), None)
+
+
+def pool_name(labels: Mapping[str, str]) -> str:
+    """That labels give the pool of their node; '' = none does."""
+    return next((labels[label] for label in POOL_LABELS if label in labels), "")
+
+
+def is_of_kind(pool: Pool, label: str) -> bool:
+    """Are its nodes such as Ray labels so? Of a pool of CPUs the label says nothing; one of "GPU"
+    takes any."""
+    kind = pool.accelerator_type
+    return kind in ("CPU", "GPU") or catalog.same_gpu(kind, label)
+
+
+def described(found: RayNode) -> str:
+    """A node by what its pool follows from."""
+    shown = (*POOL_LABELS, MARKET_LABEL, ACCELERATOR_LABEL)
+    labels = [f"{label}={found.labels[label]}" for label in shown if label in found.labels]
+    what = n_of(found.gpus, "GPU") if found.gpus else n_of(found.cpus, "CPU")
+    return f"{found.address} ({', '.join((what, *labels))})"
 
 
 def workers_of(found: RayNode, pool: Pool) -> int:

@@ -133,6 +133,13 @@ def connect(address: str, namespace: str, host: str = "") -> None:
         )
 
 
+def is_client() -> bool:
+    """Has ray.init connected this process as a client (`ray://`), from outside the cluster?"""
+    from ray.util.client import ray as client
+
+    return bool(client.is_connected())
+
+
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
     """ray.init takes SIGTERM over, to exit with code 15: whoever listens to it here goes on doing

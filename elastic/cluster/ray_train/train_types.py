@@ -12,17 +12,27 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import ray
 import ray.train
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.cluster.nodes.node_types import monitor_here, read_types
+from elastic.catalog import same_gpu
+from elastic.cluster.nodes.node_types import types_here
+from elastic.cluster.nodes.providers import living, pool_name
+from elastic.cluster.ray import _ray_private
+from elastic.cluster.ray.address import check_no_client, unreachable
 from elastic.errors import SpecError
 from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS, MarketType
 
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+ANSWER_MOST_S = 60.0  # of the head: a process may have to start there
 POOL = "workers"  # where neither the job nor the cluster names one
 HEAD = "node:__internal_head__"  # a resource of the head alone
 DEPRECATED = "DEPRECATED"
@@ -196,29 +206,59 @@ def pools(asked: TrainRequest, on_cluster: bool) -> list[dict[str, Any]]:
 
 def _named_there(asked: TrainRequest, most: int) -> list[dict[str, Any]]:
     """Pools of the node types whose nodes the cluster labels by a name, and of those that its
-    autoscaler, where it runs here, can start."""
-    monitor, types = monitor_here(), {}
-    if monitor is not None and monitor.config:
-        with suppress(OSError, ValueError):  # not ours to read: then what is there counts
-            types = read_types(monitor.config)
-    there = [(name, kind.labels, kind.resources, kind.most) for name, kind in types.items()]
+    autoscaler can start. Raises SpecError where there are none and nobody tells what it can
+    start."""
+    types = on_head(types_here) if _ray_private.autoscaler_v2() else {}
+    there = [
+        (pool_name(kind.labels) or name, kind.labels, kind.resources, kind.most)
+        for name, kind in (types or {}).items()
+    ]
     for node in ray.nodes():
-        name = next((node["Labels"][one] for one in POOL_LABELS if one in node["Labels"]), None)
-        if node["Alive"] and name is not None and HEAD not in node["Resources"]:
+        name = pool_name(node["Labels"])
+        if node["Alive"] and name and HEAD not in node["Resources"]:
             there.append((name, node["Labels"], node["Resources"], most))
     found: dict[str, dict[str, Any]] = {}
     for name, labels, resources, n_nodes in there:
         each = int(resources.get("GPU" if asked.gpu else "CPU", 0))
         market = labels.get(MARKET_LABEL)
         market = market if market in get_args(MarketType) else "owned"
-        kind = labels.get(ACCELERATOR_LABEL, "GPU") if asked.gpu else "CPU"
-        pool = {"name": name, "accelerator_type": kind, "market_type": market}
+        pool = {"name": name, "accelerator_type": _kind(asked, labels), "market_type": market}
         if each < 1 or n_nodes < 1 or not asked.pool.items() <= pool.items():
             continue
         found.setdefault(
             name, pool | {"gpus_per_node": min(most, each), "max_nodes": min(most, n_nodes)}
         )
+    if types is None and not found:
+        raise SpecError(
+            "ElasticTrainer: no node that it can use is there, and which ones the cluster's "
+            "autoscaler can start is not known here; give cluster=FILE (of ray up or KubeRay), or "
+            "job={'pools': [...]}"
+        )
     return [*found.values()]
+
+
+def _kind(asked: TrainRequest, labels: Mapping[str, str]) -> str:
+    """Of nodes with these labels: what was asked for, where they do not say otherwise."""
+    kind = asked.pool.get("accelerator_type", "GPU") if asked.gpu else "CPU"
+    label = labels.get(ACCELERATOR_LABEL, kind)
+    other = asked.gpu and (kind == "GPU" or not same_gpu(kind, label))
+    return str(label if other else kind)
+
+
+def on_head(ask: Callable[[], Answer | None]) -> Answer | None:
+    """What is known on the head of the cluster that this process is connected to; None = nobody
+    answers there."""
+    head = next((node.ray_id for node in living() if node.head), "")
+    if head in ("", ray.get_runtime_context().get_node_id()):
+        return ask()
+    task: Any = ray.remote(ask)
+    where = NodeAffinitySchedulingStrategy(head, soft=False)
+    answer = task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
+    try:
+        return cast("Answer | None", ray.get(answer, timeout=ANSWER_MOST_S))
+    except RayError as error:
+        log.warning("the head does not say which nodes its autoscaler can start: %s", error)
+        return None
 
 
 def check_pools(asked: TrainRequest, kinds: Sequence[str], where: str) -> None:
@@ -241,12 +281,16 @@ def check_pools(asked: TrainRequest, kinds: Sequence[str], where: str) -> None:
 @contextmanager
 def connected(address: str | None) -> Iterator[str | None]:
     """Address of the cluster that this process is connected to, else connected to `address`
-    meanwhile; None = neither."""
+    meanwhile; None = neither. Raises SpecError where this process is on no node of it."""
+    check_no_client()
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
     if address is not None:
-        ray.init(address, log_to_driver=False)
+        try:
+            ray.init(address, log_to_driver=False)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise unreachable(address, error) from error
     try:
         yield address
     finally:

@@ -31,13 +31,12 @@ from elastic.types import (
     apart,
     version_differences,
 )
-from elastic.types.admission import Entry
+from elastic.types.admission import PLACE, Entry
 from elastic.types.orders import WorkerOrder
 from elastic.version import versions
 
 log = logging.getLogger(__name__)
 
-PLACE = "admission"  # in the run's storage
 NEIGHBORS = 2  # a node that reaches the second one is not at fault
 DOUBT_S = 5.0  # within which a node that is gone is seen to be
 
@@ -45,12 +44,13 @@ DOUBT_S = 5.0  # within which a node that is gone is seen to be
 @dataclass
 class Entrance:
     """The driver's side. `known`: versions of the run: the driver's own, and what only nodes know
-    as the first one told it. `folder`: storage that may be this host's own; None = it is known to
-    be the same everywhere. `attached`: to workers that another driver has admitted."""
+    as the first one told it. `storage`: the run's, which a node may not share or not reach; None =
+    it is known to be the same everywhere. `attached`: to workers that another driver has
+    admitted."""
 
     worker_group: WorkerGroup
     known: dict[str, str] = field(default_factory=versions)
-    folder: Storage | None = None
+    storage: Storage | None = None
     attached: bool = False
     _mark: str = ""
     _inside: dict[str, None] = field(default_factory=dict)  # nodes that were admitted, in order
@@ -58,13 +58,21 @@ class Entrance:
     # refusals that wait, until when
     _doubted: dict[str, tuple[NodeRefused, float]] = field(default_factory=dict)
 
-    def preparation(self, action: Prepare, plan: Plan | None) -> WorkerOrder:
+    def preparation(
+        self, action: Prepare, plan: Plan | None, *, on_gpu: bool = False
+    ) -> WorkerOrder:
         """What the workers of a node are told."""
         self._asked[action.node_id] = action
         mark = self._mark_for(action.node_id)
-        terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes, mark)
+        far = "" if action.node_id in self._inside else self._far
+        terms = Terms(dict(self.known), action.gpu_bytes, action.host_bytes, mark, on_gpu, far)
         neighbors = tuple(self._neighbors(action.node_id, plan))
         return WorkerOrder(action, entry=Entry(terms, partial(doors, neighbors)))
+
+    @property
+    def _far(self) -> str:
+        """Object storage that nodes must reach."""
+        return self.storage.uri if self.storage is not None and self.storage.remote else ""
 
     def _neighbors(self, node_id: str, plan: Plan | None) -> Iterable[Any]:
         """Workers of other nodes: of the plan's first, then of those that are admitted."""
@@ -82,32 +90,32 @@ class Entrance:
     def _mark_for(self, node_id: str) -> Mark | None:
         """What a worker of the node shall find in storage and answer. A failure to write it says
         nothing of the node."""
-        if self.folder is None or node_id in self._inside:
+        if self.storage is None or self._far or node_id in self._inside:
             return None
         try:
             if not self._mark:
-                self.folder.delete_folder(PLACE)  # of earlier drivers
+                self.storage.delete_folder(PLACE)  # of earlier drivers
                 text = secrets.token_hex(16)
-                self.folder.put(f"{PLACE}/{text}", text.encode())
+                self.storage.put(f"{PLACE}/{text}", text.encode())
                 self._mark = text
         except OSError as error:
             text = "%s cannot be written, so that no node is asked whether it sees it: %s"
-            log.warning(text, self.folder.uri, error)
+            log.warning(text, self.storage.uri, error)
             return None
         return Mark(
-            self.folder.uri, f"{PLACE}/{self._mark}", f"{PLACE}/{self._mark}.{node_id}", self._mark
+            self.storage.uri, f"{PLACE}/{self._mark}", f"{PLACE}/{self._mark}.{node_id}", self._mark
         )
 
     def _unanswered(self, node_id: str, admission: Admission | None) -> str:
         """Why the node's storage is not this driver's; '' = it is, or the node was not asked: of
         one that was admitted, workers that remain repeat what they found then."""
         asked = self._mark and admission is not None and admission.mark == self._mark
-        if self.folder is None or not asked or node_id in self._inside:
+        if self.storage is None or not asked or node_id in self._inside:
             return ""
         key = f"{PLACE}/{self._mark}.{node_id}"
         try:
-            found = self.folder.get(key) == self._mark.encode()
-            self.folder.delete(key)
+            found = self.storage.get(key) == self._mark.encode()
+            self.storage.delete(key)
         except FileNotFoundError:
             found = False
         except OSError as error:
@@ -115,7 +123,7 @@ class Entrance:
             log.warning(text, key, node_id, error)
             return ""
         what = "a file that the node has written is not there on the driver's host, in"
-        return "" if found else apart(self.folder.uri, what)
+        return "" if found else apart(self.storage.uri, what)
 
     def passed(self, event: Event, nodes: dict[str, Node]) -> Event:
         """The event as the policy is to hear it: nodes that came together are held against each
@@ -174,6 +182,6 @@ class Entrance:
 
     def close(self) -> None:
         """Takes away what was written to storage."""
-        if self.folder is not None and self._mark:
+        if self.storage is not None and self._mark:
             with suppress(OSError):
-                self.folder.delete(f"{PLACE}/{self._mark}")
+                self.storage.delete(f"{PLACE}/{self._mark}")

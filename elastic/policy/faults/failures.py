@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.policy.faults import refused_layouts, unreached
+from elastic.policy.state.layered import less
 from elastic.policy.state.state import Failure, State
 from elastic.text import gib
 from elastic.types import (
@@ -17,6 +18,7 @@ from elastic.types import (
     GuardTripped,
     Layout,
     Node,
+    NodeRefused,
     NodeStatus,
     Probed,
     Silent,
@@ -186,7 +188,11 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
     if kind == "program":
         node = state.nodes.get(worker.node_id)
         known = node is not None and node.status not in ("lost", "quarantined")
-        return replace(state, fatal=f"the program raised on {text}") if current or known else state
+        why = f"the program raised on {text}"
+        if known and _opened_elsewhere(state, event):
+            why += "; other nodes have opened it"
+            return _node_refused(state, NodeRefused(worker.node_id, why), at_s)
+        return replace(state, fatal=why) if current or known else state
     if kind in ("not_finite", "guard") and (
         current or (state.aborting and event.generation == state.generation)
     ):
@@ -206,6 +212,26 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
             state, event.generation, text, measured_bytes=event.measured_bytes, at_s=at_s
         )
     return failed(state, Failure("infrastructure", text, at_s))
+
+
+def _opened_elsewhere(state: State, event: WorkerFailed) -> bool:
+    """Is it the node that does not do for the program? It was being prepared, others are."""
+    begins = event.generation == 0 and event.worker.node_id not in state.prepared
+    return state.spares_the_rest and begins and bool(state.prepared)
+
+
+def _node_refused(state: State, event: NodeRefused, at_s: float) -> State:
+    """It is quarantined by the next decision, and counts for its pool as a start that failed. Not
+    where a node that was in use lacks memory that may become free: it is looked at again."""
+    state, node = seen(state, event.node_id), state.nodes.get(event.node_id)
+    if node is None or node.status in ("lost", "quarantined") or event.node_id in state.releasing:
+        return state
+    if event.may_pass and event.node_id not in state.born:
+        return short_of_memory(state, node, event.reason, at_s=at_s)
+    preparing = less(state.preparing, event.node_id)
+    return replace(
+        state, preparing=preparing, refused={**state.refused, event.node_id: event.reason}
+    )
 
 
 def _mismatched(state: State, event: WorkerFailed, text: str, *, at_s: float) -> State:
@@ -449,5 +475,5 @@ def _probed(state: State, event: Probed, at_s: float) -> State:
 
 FAILURES: dict[type, Callable[[State, Any, float], State]] = {
     GuardTripped: _guard_tripped, WorkerFailed: _worker_failed, Silent: _silent,
-    DigestChecked: _digest_checked, Probed: _probed,
+    DigestChecked: _digest_checked, Probed: _probed, NodeRefused: _node_refused,
 }  # fmt: skip

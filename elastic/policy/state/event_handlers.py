@@ -25,7 +25,6 @@ from elastic.policy.faults.failures import (
     infeasible,
     seen,
     set_status,
-    short_of_memory,
     tripped,
     without,
     without_faults,
@@ -53,7 +52,6 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
-    NodeRefused,
     NodeWarned,
     Notice,
     NoticeWithdrawn,
@@ -204,20 +202,6 @@ def _node_ready(state: State, event: NodeReady, at_s: float) -> State:
         releasing=state.releasing - {node.node_id}, refused=refused, **without_faults(state,
         node.node_id),
     )  # fmt: skip
-
-
-def _node_refused(state: State, event: NodeRefused, at_s: float) -> State:
-    """It is quarantined by the next decision, and counts for its pool as a start that failed. Not
-    where a node that was in use lacks memory that may become free: it is looked at again."""
-    state, node = seen(state, event.node_id), state.nodes.get(event.node_id)
-    if node is None or node.status in ("lost", "quarantined") or event.node_id in state.releasing:
-        return state
-    if event.may_pass and event.node_id not in state.born:
-        return short_of_memory(state, node, event.reason, at_s=at_s)
-    preparing = less(state.preparing, event.node_id)
-    return replace(
-        state, preparing=preparing, refused={**state.refused, event.node_id: event.reason}
-    )
 
 
 def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
@@ -555,7 +539,7 @@ def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     DriverStarted: _driver_started, NodeReady: _node_ready, NodePrepared: _node_prepared,
-    Notice: _notice, NodeRefused: _node_refused, NodeWarned: _node_warned,
+    Notice: _notice, NodeWarned: _node_warned,
     InstancesSeen: _instances_seen, NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost,
     RequestFailed: _request_failed, PlanEntered: _plan_entered, PlanFailed: _plan_failed,
     CopyStored: _copy_stored, PriceSeen: _price_seen, Progress: _progress,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -45,7 +44,7 @@ from elastic.types.grid import (
 from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups import rendezvous, wire
 from elastic.worker.process_groups.control_tree import Control, Pairs, connect
-from elastic.worker.process_groups.network_interfaces import interface_of
+from elastic.worker.process_groups.network_interfaces import choose_for_gloo
 from elastic.worker.process_groups.reach import Reach
 from elastic.worker.process_groups.sockets import address_of, inodes, knock, listening, shut
 from elastic.worker.process_groups.transport import (
@@ -248,8 +247,7 @@ class Groups:
         # known to `abort` from here on: a connection that it shuts while it is made is made again
         self._store_port = at.store[1]
         tcp, here = rendezvous.connect_store(*at.store, lambda: self._aborted)
-        if (interface := interface_of(here)) is not None:  # the way to the store is that to others
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        choose_for_gloo(here)  # the way to the store is that to others
         tcp.set_timeout(timeout)
         if self._aborted:
             raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")

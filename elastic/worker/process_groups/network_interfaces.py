@@ -6,29 +6,55 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import logging
+import os
 import socket
 import struct
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
-SIOCGIFADDR = 0x8915
-NAME_BYTES, AT = 256, slice(20, 24)  # struct ifreq: the name, then a sockaddr_in
+log = logging.getLogger(__name__)
+
+GLOO = "GLOO_SOCKET_IFNAME"
+SIOCGIFCONF = 0x8912
+# struct ifreq of 64 bits: the name, or label, then a sockaddr_in
+REQUEST_BYTES, NAME, AT = 40, slice(0, 16), slice(20, 24)
+ADDRESSES_MOST = 4096
 IPV6 = Path("/proc/net/if_inet6")
 
 
+def choose_for_gloo(address: str) -> None:
+    """The interface of `address`, unless the user has chosen one."""
+    if GLOO in os.environ:
+        return
+    if (name := interface_of(address)) is not None:
+        os.environ[GLOO] = name
+    elif not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        log.warning(
+            "no network interface of this host has %s, from which it reaches the others: gloo "
+            "takes the one that the host's name resolves to; where peers do not meet, set %s",
+            address,
+            GLOO,
+        )
+
+
 def interface_of(address: str) -> str | None:
-    """None: no interface of this host has it as its first address."""
+    """None: no interface of this host has it."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.version == 6:
         rows = [row.split() for row in IPV6.read_text().splitlines()] if IPV6.exists() else []
         return next((row[-1] for row in rows if int(row[0], 16) == int(wanted)), None)
+    return next((name for name, packed in _each_ipv4() if packed == wanted.packed), None)
+
+
+def _each_ipv4() -> Iterator[tuple[str, bytes]]:
+    """Interfaces, by the names that getifaddrs has for them, and their addresses: one may have
+    several."""
+    found = array("B", bytes(REQUEST_BYTES * ADDRESSES_MOST))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                told = fcntl.ioctl(
-                    asked.fileno(), SIOCGIFADDR, struct.pack(f"{NAME_BYTES}s", name.encode())
-                )
-            except OSError:  # it has none
-                continue
-            if told[AT] == wanted.packed:
-                return name
-    return None
+        wish = struct.pack("iP", len(found), found.buffer_info()[0])
+        n_bytes, _ = struct.unpack("iP", fcntl.ioctl(asked.fileno(), SIOCGIFCONF, wish))
+    for first in range(0, n_bytes, REQUEST_BYTES):
+        request = found[first : first + REQUEST_BYTES].tobytes()
+        yield request[NAME].partition(b"\0")[0].decode(), request[AT]

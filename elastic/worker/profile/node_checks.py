@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,10 +24,11 @@ import torch.distributed as dist
 
 from elastic import version
 from elastic.config.fingerprint import differences
+from elastic.errors import StorageFailed, StorageRefused
 from elastic.storage import open_storage
 from elastic.text import gib
 from elastic.types import Admission, Mark, Terms, apart, version_differences
-from elastic.types.admission import Entry
+from elastic.types.admission import PLACE, Entry
 from elastic.worker.process.free_memory import free_gpu_bytes, free_host_bytes
 from elastic.worker.process.gpu_health import memory_holders
 from elastic.worker.profile.link_probe import Door, Link, measure
@@ -43,6 +45,7 @@ END_MOST_S = 30.0  # what is not over by then is not waited for
 # longer
 FREE_MOST_S = 60.0
 FREE_EVERY_S = 0.5
+REACH_MOST_S = 10.0  # of the run's storage
 NCCL_HANGS = "2.26."
 
 
@@ -72,11 +75,14 @@ class Checks:
     _speed: Future[tuple[float, float]] | None = None
     _link: Future[tuple[Link | None, float]] | None = None
     _mark: Future[None] | None = None
+    _storage: Future[None] | None = None
 
     def begin(self, background: Callable[..., Future[Any]]) -> None:
         """What is known at once; the rest begins in the background."""
         self._began_s = time.monotonic()
         terms, on_gpu = self.entry.terms, self.device.type == "cuda"
+        if terms.on_gpu and not on_gpu:
+            raise NodeRejected(no_gpu())
         other = on_gpu and not self.linked
         if other and (why := shared_gpu(os.environ, torch.cuda.device_count())):
             raise NodeRejected(why)
@@ -98,6 +104,8 @@ class Checks:
             )
         if self.linked and terms.mark is not None:
             self._mark = background(answer, terms.mark)
+        if self.linked and terms.storage:
+            self._storage = background(reach, terms.storage)
         self._speed = background(_timed, multiply, self.device)
         if self.linked:
             self._link = background(_timed, try_links, self.entry.doors)
@@ -125,6 +133,9 @@ class Checks:
             except TimeoutError:
                 late = f"no answer within {END_MOST_S:.0f} s on this node from"
                 raise NodeRejected(apart(mark.uri, late)) from None
+        if self._storage is not None:
+            with suppress(TimeoutError):  # it may be away, which a run outlives
+                self._storage.result(END_MOST_S)
         link, link_s = None, 0.0
         if self._link is not None:
             try:
@@ -191,6 +202,20 @@ def shared_gpu(environment: Mapping[str, str], n_visible: int) -> str:
     )
 
 
+def no_gpu() -> str:
+    """Why this worker, of a pool of GPUs, sees none."""
+    try:
+        torch.cuda.init()
+        why = f"CUDA_VISIBLE_DEVICES is '{os.environ.get('CUDA_VISIBLE_DEVICES', '')}'"
+    except (AssertionError, RuntimeError) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    return (
+        f"its pool is of GPUs, and torch {torch.__version__}, built for {build}, finds none here: "
+        f"{why}"
+    )
+
+
 def too_little(terms: Terms, host_bytes: int, gpu_bytes: int) -> str:
     """'' = the memory is enough, as far as is known."""
     for what, free, needed in (
@@ -238,6 +263,17 @@ def answer(mark: Mark) -> None:
     except OSError as error:
         what = f"this node cannot read and write ({error.strerror or error})"
     raise NodeRejected(apart(mark.uri, what))
+
+
+def reach(uri: str) -> None:
+    """One request to the run's object storage. Raises Refused where it says no; one that does not
+    answer may be away for all nodes."""
+    try:
+        open_storage(uri).hasty(REACH_MOST_S).list(f"{PLACE}/")
+    except StorageRefused as error:
+        raise NodeRejected(f"the run's storage refuses it: {error}") from error
+    except StorageFailed as error:
+        log.warning("the run's storage does not answer on this node: %s", error)
 
 
 # ----------------------------------------------------------------------------------------- a matmul

@@ -28,7 +28,8 @@ def test_its_frames_come_with_its_failure_and_its_log_is_named_by_its_node(
     place = RunFolder.of(open_storage(str(tmp_path / "run")))
     run: Any = SimpleNamespace(place=place, terminal=terminal, _out=lambda: out)
     failed = WorkerFailed(WorkerId("spot-1", 1), 1, "program", "KeyError: 1", frames=FRAMES)
-    journal = [Line(0.0, 1, ((0.0, failed),), None)]
+    spared = WorkerFailed(WorkerId("spot-9", 0), 0, "program", "of a new node, which has left")
+    journal = [Line(0.0, 1, ((0.0, spared), (0.0, failed)), None)]
     assert JobRun._traceback(run, journal) is None
     shown = "" if said else f"\n{FRAMES}"
     assert out.getvalue() == f"{shown}whole traceback: in the logs of node spot-1\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from elastic.cluster.backend import driver_hold
 from elastic.cluster.backend.driver_hold import DriverHold
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.backend.ray_run import RayRun
+from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray import _ray_private
-from elastic.errors import LostContact
+from elastic.errors import LostContact, SpecError
 from elastic.types import Abort, Action, DrainNode, Node, Quarantine, ReleaseNode, WorkerId
 from elastic.worker.hosting.hosting_backend import Pacing
 
@@ -33,6 +35,41 @@ def test_a_cluster_that_accepts_and_does_not_answer_is_told_in_words(
     said = rf"^run 'r': the Ray cluster at 10\.0\.0\.1:6379 does not answer \(.*{error}\); run it again"
     with pytest.raises(LostContact, match=said):
         driver_hold.connect(run, None)
+
+
+def test_gpus_of_a_cluster_are_not_left_idle_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    shut: list[str] = []
+    labels = {"ray.io/accelerator-type": "H100"}
+    nodes = [RayNode("a", "10.0.0.2", 1, labels, 64, 8, False)]
+    monkeypatch.setattr(_ray_private.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(_ray_private.ray, "shutdown", lambda: shut.append("it"))
+    monkeypatch.setattr(_ray_private, "connect", lambda *_: None)
+    monkeypatch.setattr(_ray_private, "mute_errors", lambda: None)
+    monkeypatch.setattr(driver_hold, "living", lambda: nodes)
+    run = RayRun("r", "/runs/r", {}, ())
+    assert driver_hold.connect(run, None)
+    said = r"^run 'r': its job names no pools.* 10\.0\.0\.2 \(8 GPUs, .*=H100\); give --cluster"
+    with pytest.raises(SpecError, match=said):
+        driver_hold.connect(replace(run, default_pools=True), None)
+    assert shut == ["it"]
+    nodes.clear()
+    assert driver_hold.connect(replace(run, default_pools=True), None)
+
+
+def test_a_host_that_is_no_node_of_the_cluster_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(address: str, namespace: str) -> None:
+        raise RuntimeError("No node info found matching attributes: '10.0.0.9' when trying to ...")
+
+    monkeypatch.setattr(_ray_private.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(_ray_private, "connect", connect)
+    with pytest.raises(SpecError, match=r"^this host is no node of .* 10\.0\.0\.1:6379: .*ray job"):
+        driver_hold.connect(RayRun("r", "/runs/r", {}, (), address="10.0.0.1:6379"), None)
+
+
+def test_a_process_that_is_a_ray_client_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ray_private, "is_client", lambda: True)
+    with pytest.raises(SpecError, match=r"Ray client \(ray://\.\.\.\), but the driver runs on a"):
+        driver_hold.connect(RayRun("r", "/runs/r", {}, ()), None)
 
 
 class Lease:

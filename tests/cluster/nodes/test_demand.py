@@ -327,6 +327,9 @@ def test_a_bundle_fills_a_node_of_its_type() -> None:
     cpu = bundle_of(Pool("big", "CPU", 2, "spot"), {"big": BIG})
     assert isinstance(cpu, ResourceBundle) and cpu.resources == (("CPU", 96.0),)
     assert isinstance(bundle_of(SPOT, None), ResourceBundle)
+    any_gpu = bundle_of(replace(SPOT, accelerator_type="GPU"), None)
+    assert isinstance(any_gpu, ResourceBundle)
+    assert dict(any_gpu.selector) == {"ray.io/market-type": "spot"}, "no node is labeled GPU"
 
 
 def test_what_cannot_be_asked_for_is_said() -> None:

@@ -33,7 +33,7 @@ def ray_node(
         ray_id,
         "127.0.0.1",
         1,
-        {k.replace("_", "-"): v for k, v in labels.items()},
+        {k.replace("ray_io_", "ray.io/").replace("_", "-"): v for k, v in labels.items()},
         cpus,
         gpus,
         False,
@@ -62,6 +62,47 @@ def test_the_pool_by_market_and_accelerator() -> None:
     assert pool_of(node, POOLS) == ON_DEMAND
     other = RayNode("a", "h", 1, {**labels, "ray.io/accelerator-type": "H100"}, 8, 4, False)
     assert pool_of(other, POOLS) is None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "label", "pool"),
+    [
+        (("GPU",), "H100", "GPU"),
+        (("CPU",), "H100", "CPU"),
+        (("CPU", "GPU"), "H100", "GPU"),
+        (("GPU", "A100-80GB-SXM"), "A100", "A100-80GB-SXM"),
+        (("A100-80GB-SXM", "H100-80GB"), "H100", "H100-80GB"),
+        (("RTX-4090",), "GeForce-RTX-4090", "RTX-4090"),
+        (("A100-80GB-SXM",), "H100", None),
+        (("P100",), "P4", None),
+        (("P100",), "P100", "P100"),
+    ],
+)
+def test_ray_labels_each_node_with_gpus_by_itself(
+    kinds: tuple[str, ...], label: str, pool: str | None
+) -> None:
+    """A GPU is known by any spelling, nodes with GPUs serve a pool of CPUs too."""
+    pools = [Pool(kind, kind, 4) for kind in kinds]
+    found = pool_of(ray_node(ray_io_accelerator_type=label), pools)
+    assert (found.name if found else None) == pool
+
+
+def test_living_nodes_of_no_pool_are_named_once() -> None:
+    nodes = ClusterNodes((Pool("a", "A100", 4, max_nodes=2),))
+    alive = {
+        "1": ray_node("1", ray_io_accelerator_type="H100", pool="b"), "2": ray_node("2", gpus=0),
+        "3": replace(ray_node("3", gpus=0), head=True),
+    }  # fmt: skip
+
+    def asked(request_id: str) -> str:
+        nodes.request("a", 1, request_id)
+        (failed,) = nodes.news(alive)
+        assert isinstance(failed, RequestFailed)
+        return failed.reason
+
+    none = "no capacity: all that the cluster has of it are in use (0)"
+    others = "127.0.0.1 (4 GPUs, pool=b, ray.io/accelerator-type=H100), 127.0.0.1 (8 CPUs)"
+    assert [asked("x"), asked("y")] == [f"{none}; of no pool: {others}", none]
 
 
 def test_nodes_of_a_cluster_come_leave_and_come_back() -> None:

@@ -32,6 +32,17 @@ def test_one_where_nobody_listens_is_a_mistake(monkeypatch: pytest.MonkeyPatch) 
     assert ray_address(Options(local=True)) is None
 
 
-@pytest.mark.parametrize("address", ["auto", "ray://somewhere:10001", "local"])
+@pytest.mark.parametrize("address", ["auto", "local"])
 def test_other_words_are_left_to_ray(address: str) -> None:
     check_reachable(address)
+
+
+@pytest.mark.parametrize("address", ["http://somewhere:8265", "ray://somewhere:10001"])
+def test_a_driver_from_outside_is_told_to_be_submitted(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(
+        SpecError, match=f"^RAY_ADDRESS={address}: the driver runs on a node.*submit"
+    ):
+        ray_address(Options())

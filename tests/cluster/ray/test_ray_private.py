@@ -70,6 +70,15 @@ def test_the_thread_that_prints_errors_has_ended(cluster: LocalCluster) -> None:
     assert global_worker.listener_thread is not None  # the name by which ray.init starts it
 
 
+def test_a_driver_on_a_node_is_no_client(cluster: LocalCluster) -> None:
+    from ray.util.client import ray as client
+
+    assert not _ray_private.is_client()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(client), "is_connected", lambda *_: True)
+        assert _ray_private.is_client()
+
+
 def test_no_agent_runs_on_the_embedded_cluster(cluster: LocalCluster) -> None:
     cluster.add(NodeOrder("lean", 1)).result(180)
     names = []

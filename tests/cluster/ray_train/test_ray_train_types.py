@@ -3,7 +3,6 @@ line."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import runpy
 import signal
@@ -20,7 +19,6 @@ from elastic.errors import SpecError
 from elastic.program import Program, load_program
 
 train = pytest.importorskip("ray.train")
-from elastic.cluster.nodes.node_types import Monitor  # noqa: E402
 from elastic.cluster.ray_train import train_types  # noqa: E402
 from elastic.cluster.ray_train.train_types import (  # noqa: E402
     FinishedRun,
@@ -185,70 +183,6 @@ def test_a_filesystem_and_a_field_of_a_later_ray() -> None:
     for given in (({"num_workers": 2}, None), (None, "r")):
         with pytest.raises(SpecError, match="_config: it is a (dict|str); give a ray.train"):
             wanted(*given)
-
-
-# ------------------------------------------------------------------------------ nodes of a cluster
-
-
-def node(name: str | None, cpus: int, gpus: int = 0, **labels: str) -> dict[str, Any]:
-    """As `ray.nodes()` has it."""
-    named = {} if name is None else {"ray.io/node-group": name}
-    told = {f"ray.io/{key.replace('_', '-')}": value for key, value in labels.items()}
-    return {"Alive": True, "Labels": named | told, "Resources": {"CPU": cpus, "GPU": gpus}}
-
-
-def of_cluster(
-    monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, Any]], scaling: Any, config: str = ""
-) -> list[dict[str, Any]]:
-    monitor = Monitor(config, Path("monitor.log")) if config else None
-    monkeypatch.setattr(train_types.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(train_types, "monitor_here", lambda: monitor)
-    return pools(wanted(scaling, None), on_cluster=True)
-
-
-SPOT = {"name": "a", "accelerator_type": "H100", "market_type": "spot"}
-
-
-def test_each_node_type_that_the_cluster_labels_is_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of `ray up` and KubeRay; the head's own label is none, and nodes without what is wanted
-    of them are left out."""
-    head = node("head", 4)
-    head["Resources"]["node:__internal_head__"] = 1.0
-    gone = node("gone", 4, 8) | {"Alive": False}
-    kind = {"accelerator_type": "H100"}
-    nodes = [
-        head, gone, node("a", 64, 8, market_type="spot", **kind), node("cpus", 16),
-        node("a", 64, 8, market_type="spot", **kind), node("b", 64, 4, market_type="other"),
-    ]  # fmt: skip
-    found = of_cluster(monkeypatch, nodes, Scaling(num_workers=(2, 16), use_gpu=True))
-    b = {"name": "b", "accelerator_type": "GPU", "market_type": "owned"}
-    assert found == [
-        SPOT | {"gpus_per_node": 8, "max_nodes": 16},
-        b | {"gpus_per_node": 4, "max_nodes": 16},
-    ]
-    labels = {"ray.io/market-type": "spot"}
-    only = Scaling(num_workers=4, use_gpu=True, label_selector=labels)
-    assert [pool["name"] for pool in of_cluster(monkeypatch, nodes, only)] == ["a"]
-    bare = of_cluster(monkeypatch, [head, node(None, 2)], Scaling(num_workers=4))
-    assert [(pool["name"], pool["gpus_per_node"]) for pool in bare] == [("workers", 4)]
-
-
-def test_node_types_that_the_autoscaler_can_start_are_pools_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "bootstrap.yaml"
-    of_a = {"ray.io/market-type": "spot", "ray.io/accelerator-type": "H100"}
-    types = {
-        "head": {"resources": {"CPU": 4}},
-        "a": {"resources": {"CPU": 64, "GPU": 8}, "labels": of_a, "max_workers": 3},
-        "none": {"resources": {"CPU": 64, "GPU": 8}, "max_workers": 0},
-    }
-    file.write_text(json.dumps({"head_node_type": "head", "available_node_types": types}))
-    scaling = Scaling(num_workers=(2, 16), use_gpu=True)
-    wants = [SPOT | {"gpus_per_node": 8, "max_nodes": 3}]
-    assert of_cluster(monkeypatch, [], scaling, str(file)) == wants
-    unread = of_cluster(monkeypatch, [], scaling, str(tmp_path / "of root"))
-    assert [pool["name"] for pool in unread] == ["workers"]
 
 
 def test_a_cluster_file_says_what_the_nodes_are(tiny: Program, tmp_path: Path) -> None:

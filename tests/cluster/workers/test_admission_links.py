@@ -6,13 +6,17 @@ from __future__ import annotations
 import errno
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.cluster.stage import FAKE
 
+from elastic.cluster.backend.ray_backend import RayBackend
+from elastic.cluster.backend.ray_run import RayRun
 from elastic.cluster.workers.admission_links import DOUBT_S, NEIGHBORS, Entrance
 from elastic.cluster.workers.worker_actor import Worker, WorkerSetup
+from elastic.cluster.workers.worker_group import Placement
 from elastic.errors import SpecError
 from elastic.storage.local import LocalStorage
 from elastic.types import (
@@ -25,12 +29,14 @@ from elastic.types import (
     NodeRefused,
     Notice,
     Plan,
+    Pool,
     Prepare,
     StepDone,
     Terms,
     WorkerId,
     apart,
 )
+from elastic.types.orders import WorkerOrder
 from elastic.version import versions
 from elastic.worker.hosting.aggregate import Gather
 from elastic.worker.profile.node_checks import answer
@@ -74,6 +80,26 @@ def asked(at: Entrance, node_id: str, plan: Plan | None = None) -> tuple[Any, ..
     entry: Any = at.preparation(Prepare(node_id), plan).entry
     (neighbors,) = entry.doors.args
     return tuple(neighbors)
+
+
+def test_a_worker_is_told_whether_its_pool_is_of_gpus() -> None:
+    told = []
+
+    def start(me: WorkerId, place: Placement, order: WorkerOrder) -> None:
+        assert order.entry is not None
+        told.append((place.on_gpu, order.entry.terms.on_gpu))
+
+    nothing = SimpleNamespace(forget=lambda _: None)
+    group = SimpleNamespace(workers=lambda _: [], start=start, end=lambda _: None)
+    for kind in ("CPU", "H100"):
+        backend: Any = object.__new__(RayBackend)
+        vars(backend).update(
+            nodes={"a": Node("a", "p")}, provider=SimpleNamespace(ray_id=lambda _: "ray"),
+            gather=nothing, entrance=entrance(), worker_group=group, _plan=None,
+            run=RayRun("r", "/runs/r", {}, (Pool("p", kind),)),
+        )  # fmt: skip
+        backend._prepare(Prepare("a"))
+    assert told == [(False, False), (True, True)]
 
 
 def test_the_first_node_has_no_neighbour_then_those_that_were_let_in_are_asked() -> None:
@@ -213,7 +239,7 @@ def told(node_id: str, mark: Mark) -> NodePrepared:
 
 def test_a_node_that_shares_the_storage_is_let_in_and_asked_once(tmp_path: Path) -> None:
     worker_group: Any = FakeWorkerGroup("a")
-    at = Entrance(worker_group, folder=LocalStorage(tmp_path))
+    at = Entrance(worker_group, storage=LocalStorage(tmp_path))
     event = answered(at, "a")
     assert at.passed(event, NODES) == event
     assert terms(at, "a").mark is None
@@ -227,7 +253,7 @@ def test_a_node_that_shares_the_storage_is_let_in_and_asked_once(tmp_path: Path)
 def test_a_node_that_lost_a_worker_is_not_asked_again(tmp_path: Path) -> None:
     """The workers that remain repeat what they found when the node was admitted."""
     worker_group: Any = FakeWorkerGroup("a")
-    at = Entrance(worker_group, folder=LocalStorage(tmp_path))
+    at = Entrance(worker_group, storage=LocalStorage(tmp_path))
     event = answered(at, "a")
     assert at.passed(event, NODES) == event
     assert terms(at, "a").mark is None
@@ -236,7 +262,7 @@ def test_a_node_that_lost_a_worker_is_not_asked_again(tmp_path: Path) -> None:
 
 def test_a_node_whose_file_the_driver_does_not_find_is_refused(tmp_path: Path) -> None:
     worker_group: Any = FakeWorkerGroup("a", "b")
-    at = Entrance(worker_group, folder=LocalStorage(tmp_path))
+    at = Entrance(worker_group, storage=LocalStorage(tmp_path))
     at.passed(answered(at, "a"), NODES)
     mark = terms(at, "b").mark
     event = at.passed(told("b", mark), NODES)  # it has seen a copy of the folder
@@ -247,17 +273,33 @@ def test_a_node_whose_file_the_driver_does_not_find_is_refused(tmp_path: Path) -
     )
 
 
+def test_a_node_is_asked_whether_it_reaches_object_storage(tmp_path: Path) -> None:
+    """A folder is looked at by a file in it."""
+
+    class Far(LocalStorage):
+        remote = True
+
+    worker_group: Any = FakeWorkerGroup("a")
+    for kind in (Far, LocalStorage):
+        storage = kind(tmp_path)
+        found = terms(Entrance(worker_group, storage=storage), "a")
+        assert (found.storage, found.mark is None) == (
+            (storage.uri, True) if kind is Far else ("", False)
+        )
+    assert terms(Entrance(worker_group), "a").storage == "", "on the embedded cluster"
+
+
 def test_the_run_is_refused_where_the_first_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
     worker_group: Any = FakeWorkerGroup("a", "b")
     refused = NodeRefused("a", apart(str(tmp_path), "..."))
-    at = Entrance(worker_group, folder=LocalStorage(tmp_path))
+    at = Entrance(worker_group, storage=LocalStorage(tmp_path))
     with pytest.raises(
         SpecError, match=f"^node a: {APART}: .* give `storage` a folder that all nodes share"
     ):
         at.passed(refused, NODES)
     at.passed(answered(at, "b"), NODES)
     assert at.passed(refused, NODES) == replace(refused, pool="spot"), "the others train on"
-    again = Entrance(worker_group, folder=LocalStorage(tmp_path), attached=True)
+    again = Entrance(worker_group, storage=LocalStorage(tmp_path), attached=True)
     assert again.passed(refused, NODES) == replace(refused, pool="spot"), (
         "workers of an earlier driver may train"
     )
@@ -269,7 +311,7 @@ def test_storage_that_cannot_be_written_says_nothing_of_a_node(
 ) -> None:
     worker_group: Any = FakeWorkerGroup("a")
     folder = LocalStorage(tmp_path)
-    at = Entrance(worker_group, folder=folder)
+    at = Entrance(worker_group, storage=folder)
     with monkeypatch.context() as full:
 
         def put(key: str, data: bytes) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from support.policy.story import SPOT, Story, orders
 
 from elastic.types import (
@@ -154,3 +155,35 @@ def test_a_new_node_without_memory_is_given_back() -> None:
     assert orders(
         story.tick(NodeRefused("a", "too little memory", "spot", may_pass=True)), ReleaseNode
     )
+
+
+ABSENT = "FileNotFoundError: [Errno 2] No such file or directory: '/data/train'"
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_what_the_program_raises_on_a_new_node_alone_is_that_nodes_fault(flag: bool) -> None:
+    """A file system that is not mounted there, a package that is missing."""
+    story = Story(pools=(replace(SPOT, max_nodes=2),))
+    story.state = replace(story.state, spares_the_rest=flag)
+    story.running("a", gpus=2)
+    story.tick(NodeReady(Node("b", "spot", 2)))
+    of_b = [WorkerFailed(WorkerId("b", k), 0, "program", ABSENT) for k in range(2)]
+    decision = story.tick(*of_b)
+    if not flag:
+        assert story.state.fatal == f"the program raised on worker b/1: {ABSENT}"
+        return
+    assert [order.node_id for order in orders(decision, ReleaseNode)] == ["b"]
+    assert "node b of pool spot is released, rejected: the program raised on " in decision.reason
+    assert f"{ABSENT}; other nodes have opened it" in decision.reason
+    story.tick(of_b[0])
+    assert story.state.phase == "running" and not story.state.fatal
+    story.tick(WorkerFailed(WorkerId("a", 0), 1, "program", ABSENT))
+    assert story.state.fatal, "in a generation it is the program's as ever"
+
+
+def test_what_the_program_raises_where_nobody_has_opened_it_ends_the_run() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=2),))
+    story.state = replace(story.state, spares_the_rest=True)
+    story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("b", "spot")))
+    story.tick(WorkerFailed(WorkerId("a", 0), 0, "program", ABSENT))
+    assert story.state.fatal == f"the program raised on worker a/0: {ABSENT}"

@@ -12,15 +12,17 @@ from support.worker.ranks import meeting
 
 from elastic.types import Layout
 from elastic.worker.process_groups.groups import Groups
-from elastic.worker.process_groups.network_interfaces import interface_of
+from elastic.worker.process_groups.network_interfaces import choose_for_gloo, interface_of
 
 INSIDE = """
 ip link set lo up && ip link add lan0 type veth peer name lan1 && ip addr add 10.9.8.7/24 dev lan0 &&
+ip addr add 10.9.8.9/24 dev lan0 && ip addr add 10.7.6.5/32 dev lan0 label lan0:b &&
 ip addr add fd09::7/64 dev lan0 nodad && ip link set lan0 up && exec "$@"
 """
 SAY = """
 from elastic.worker.process_groups.network_interfaces import interface_of
-print(*map(interface_of, ("10.9.8.7", "fd09::7", "127.0.0.1", "::1", "10.9.8.6")))
+print(*map(interface_of, ("10.9.8.7", "10.9.8.9", "10.7.6.5", "fd09::7")))
+print(*map(interface_of, ("127.0.0.1", "::1", "10.9.8.6")))
 """
 
 
@@ -32,7 +34,8 @@ def test_an_address_belongs_to_its_interface() -> None:
         pytest.skip(f"namespaces: {error}")
     if "unshare" in done.stderr or "not permitted" in done.stderr:
         pytest.skip(f"namespaces are not allowed here: {done.stderr.strip()}")
-    assert done.stdout.split() == ["lan0", "lan0", "lo", "lo", "None"], done.stderr
+    lan = ["lan0", "lan0", "lan0:b", "lan0"]
+    assert done.stdout.split() == [*lan, "lo", "lo", "None"], done.stderr
 
 
 def test_groups_meet_on_the_way_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,3 +52,24 @@ def test_groups_meet_on_the_way_to_the_store(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         groups.close()
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "chosen", "n_lines"),
+    [("127.0.0.1", "lo", 0), ("203.0.113.9", None, 1), ("127.9.9.9", None, 0)],
+)
+def test_an_address_that_no_interface_has_is_told(
+    address: str,
+    chosen: str | None,
+    n_lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine0")
+    choose_for_gloo(address)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine0" and not caplog.records
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    choose_for_gloo(address)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+    assert len(caplog.records) == n_lines
+    assert all("203.0.113.9" in record.message for record in caplog.records)

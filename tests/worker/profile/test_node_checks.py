@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from support.places import ROOT
 from support.waiting import until
 
 from elastic.config.fingerprint import KEY
+from elastic.errors import StorageFailed, StorageRefused
 from elastic.storage.local import LocalStorage
 from elastic.types import (
     APART,
@@ -143,6 +144,27 @@ def test_workers_that_would_share_the_first_gpu(
     )
     with pytest.raises(NodeRejected, match=why):
         checks.begin(lambda *_: pytest.fail("something was begun"))
+
+
+def test_a_node_of_a_pool_of_gpus_where_torch_finds_none_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its worker would train on the CPU."""
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)")
+
+    checks = Checks(Entry(Terms(on_gpu=True, gpu_bytes=2 << 30)), CPU, linked=True)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    for build, says in (("12.6", "CUDA 12.6"), (None, "CPUs")):
+        monkeypatch.setattr(torch.version, "cuda", build)
+        with pytest.raises(NodeRejected) as refused:
+            checks.begin(lambda *_: Future())
+        assert str(refused.value) == (
+            f"its pool is of GPUs, and torch {torch.__version__}, built for {says}, finds none "
+            "here: The NVIDIA driver on your system is too old"
+        )
+        assert not refused.value.may_pass
 
 
 def test_memory_that_is_not_there(background: Callable[..., Any]) -> None:
@@ -422,6 +444,47 @@ def test_storage_that_does_not_answer_is_refused(
             checks.end()
     finally:
         hangs.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (StorageRefused("s3://b/r: ListObjectsV2 was refused (AccessDenied): no"), True),
+        (StorageFailed("s3://b/r: ListObjectsV2 failed (503; asked 3 times): down"), False),
+        (None, False),
+    ],
+)
+def test_object_storage_that_says_no_to_the_node_is_told_in_its_words(
+    error: Exception | None,
+    refused: bool,
+    background: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Credentials that only the driver has. What is away may be so for all."""
+    asked = []
+
+    class Far:
+        def hasty(self, most_s: float) -> Far:
+            return self
+
+        def list(self, prefix: str) -> list[str]:
+            asked.append(prefix)
+            if error is not None:
+                raise error
+            return []
+
+    monkeypatch.setattr(node_checks, "open_storage", lambda uri: Far())
+    checks = Checks(Entry(Terms(versions(), storage="s3://b/r")), CPU, linked=True)
+    checks.begin(background)
+    with pytest.raises(NodeRejected) if refused else nullcontext() as found:
+        checks.end()
+    assert asked == ["admission/"]
+    if refused:
+        assert str(found.value) == f"the run's storage refuses it: {error}"
+    checks = Checks(Entry(Terms(versions(), storage="s3://b/r")), CPU, linked=False)
+    checks.begin(background)
+    checks.end()
+    assert asked == ["admission/"], "one worker of a node asks"
 
 
 def test_of_several_workers_the_worst_counts() -> None:
