@@ -46,6 +46,7 @@ from elastic.types import (
 )
 from elastic.types.orders import Rendezvous
 from elastic.version import python_path
+from elastic.worker.process.environment import RESTARTED
 
 LOOK_S = 0.1
 NAP_S, NAP_MOST_S = 0.001, 0.2  # between two looks of a rank that waits for another
@@ -268,6 +269,7 @@ class RankProcess:
         elif not visible_gpus():
             environment.setdefault(*ON_CPUS)
         file, cwd = here(self.job.script or "", self.job.cwd)
+        environment[RESTARTED] = file
         theirs: list[socket.socket] = []
         text = ""
         with suppress(OSError):  # the child says so

@@ -36,7 +36,7 @@ from elastic.worker.loop.logged_numbers import LoggedNumbers
 from elastic.worker.loop.loop_model import GivenModel, LoopModel
 from elastic.worker.loop.loss_reduction import A_MEAN, is_mean
 from elastic.worker.process.call_log import CallLog
-from elastic.worker.process.environment import tell_launcher
+from elastic.worker.process.environment import RESTARTED, tell_launcher
 from elastic.worker.process.readback import Number, join_default_stream
 from elastic.worker.program.calls import count_of, count_there, targets_in
 from elastic.worker.program.loop_program import (
@@ -61,6 +61,10 @@ NO_HOST = (
     "a program.py has no loop, it defines `program = elastic.Program(...)`"
 )
 
+IN_ANOTHER_FILE = (
+    "elastic.loop is called in a module that {file} imports, and so {file} was started as a script "
+    "that is restarted: the call of elastic.loop (or elastic.prepare_trainer) must stand in {file}"
+)
 
 PLAIN_START = (
     "{file} enters elastic.loop, which neither python nor torchrun can start: `elastic run "
@@ -184,6 +188,8 @@ class loop:
     def _entered(self, frame: types.FrameType | None) -> Run:
         host = here.host
         if host is None:
+            if restarted := os.environ.get(RESTARTED):
+                raise SpecError(IN_ANOTHER_FILE.format(file=os.path.basename(restarted)))
             _refuse_a_plain_start(frame)
             raise SpecError(NO_HOST)
         caller = frame.f_back if frame is not None else None

@@ -244,6 +244,26 @@ def test_its_own_error_is_told_with_the_last_line_of_its_traceback(made: Made) -
     assert {e.worker for e in group.all(Quiesced, 2)} == {A, C}
 
 
+IN_A_MODULE = """
+import elastic, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+elastic.loop(model=model, optimizer=optimizer, dataset=torch.ones(16, 4)).start()
+"""
+
+
+@pytest.mark.e2e
+def test_a_loop_that_a_module_of_the_script_enters_is_said_to_belong_into_its_file(
+    made: Made, tmp_path: Path
+) -> None:
+    (tmp_path / "trainer.py").write_text(IN_A_MODULE)
+    group = made(A, script="import trainer\n")
+    group.enter()
+    (failed,) = group.all(WorkerFailed, 1)
+    assert failed.kind == "program"
+    assert "(or elastic.prepare_trainer) must stand in train.py" in failed.error
+
+
 def test_a_process_that_is_killed_from_outside_is_no_error_of_the_script(made: Made) -> None:
     group = made(A, script=MEETS + "os.kill(os.getpid(), 9)\n")
     group.enter()
