@@ -107,7 +107,7 @@ class Left(Exception):
 @dataclass
 class RankProcess:
     """`run` returns when the process has ended; other threads may end it. `gap`: steps between two
-    lines that name one, as far as known."""
+    lines that name one, as far as known; `epochs`: the steps before each one, likewise."""
 
     me: WorkerId
     job: Job
@@ -116,6 +116,7 @@ class RankProcess:
     rendezvous: Rendezvous
     put: Callable[[Event], None]
     gap: int = 1
+    epochs: list[int] = field(default_factory=lambda: [0])
     step: int = 0
     over: bool = False
     _asked: bool = False  # to end
@@ -335,7 +336,7 @@ class RankProcess:
 
     def _read(self, stream: IO[str]) -> None:
         """All that the process prints is printed by this one, whose output is kept."""
-        steps = StepReader()
+        steps = StepReader(self.epochs, self.plan.resume.step + self.gap)
         with stream:
             for line in stream:
                 with suppress(OSError):  # a full disk
