@@ -120,6 +120,8 @@ class RankProcess:
     step: int = 0
     over: bool = False
     _asked: bool = False  # to end
+    _answered: bool = False  # its script has asked for a notice, and knows of one
+    _noticed_until_s: float = 0.0  # it gets SIGTERM as soon as it has a handler for it
     _kill_at_s: float | None = None
     _child: subprocess.Popen[str] | None = None
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
@@ -149,7 +151,8 @@ class RankProcess:
     # ------------------------------------------------------------------------- from other threads
 
     def quiesce(self, asked: Quiesce, grace_s: float) -> None:
-        """Of a notice only a process hears that listens; a script may ask for it."""
+        """Of a notice only a process hears that listens, as soon as it does; a script may ask for
+        it."""
         if asked.leaving:
             ranks: dict[str, list[int]] = {}
             for rank, worker in enumerate(self.plan.ranks):
@@ -157,10 +160,10 @@ class RankProcess:
                     ranks.setdefault(worker.node_id, []).append(rank)
             deadline_ms = int((time.time() + grace_s) * 1000)
             self._notice = {"deadline_ms": deadline_ms, "ranks": ranks}
+            self._noticed_until_s = time.monotonic() + grace_s
         with self._lock:
-            child = self._child
-            deaf = child is not None and not listens(child.pid, signal.SIGTERM)
-        if not (asked.leaving and deaf):
+            runs = self._child is not None and not self.over
+        if not (asked.leaving and runs):
             self.end(grace_s)
 
     def end(self, grace_s: float) -> None:
@@ -204,7 +207,7 @@ class RankProcess:
     def _leave(self, events: list[Event]) -> None:
         """The word that it is over, and that, are one."""
         with self._lock:
-            asked, self.over = self._asked, True
+            asked, self.over = self._asked or self._answered, True
         for event in events:
             if not (asked and isinstance(event, WorkerFailed | ScriptEnded)):
                 self.put(event)
@@ -300,6 +303,9 @@ class RankProcess:
         now_s = time.monotonic()
         if self._kill_at_s is not None and now_s >= self._kill_at_s:
             child.kill()
+        left_s = self._noticed_until_s - now_s
+        if left_s > 0 and not self._asked and listens(child.pid, signal.SIGTERM):
+            self.end(left_s)
         if self.rank:
             return
         with self._lock:
@@ -399,6 +405,7 @@ class RankProcess:
         with script, script.makefile("r") as questions:
             for n, _ in enumerate(questions):
                 found = self._agreed(n)
+                self._answered = self._answered or found is not None
                 with suppress(OSError):  # it has ended meanwhile
                     script.sendall(json.dumps(found).encode() + b"\n")
 

@@ -299,6 +299,21 @@ def test_a_notice_ends_who_listens_and_leaves_the_other_alone(made: Made) -> Non
     assert [e.worker for e in group.all(Quiesced, 1, C)] == [C]
 
 
+def test_a_notice_that_comes_before_the_handler_is_heard_when_there_is_one(
+    made: Made, tmp_path: Path
+) -> None:
+    """As while a script imports what takes long."""
+    waits = f"while not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.01)\n"
+    group = made(A, script=MEETS + waits + LISTENS + STAYS)
+    group.enter()
+    group.all(PlanEntered, 1)
+    began_s = time.monotonic()
+    group.order(Quiesce(1, grace_s=60.0, cause="notice", leaving=("b",)))
+    (tmp_path / "go").touch()
+    group.all(Quiesced, 1)
+    assert time.monotonic() - began_s < 50, "by SIGTERM, not by the deadline"
+
+
 def test_who_does_not_end_after_sigterm_is_killed(made: Made) -> None:
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     group = made(A, script=deaf + MEETS + STEPS + STAYS, args=("1",))
@@ -370,6 +385,18 @@ def test_ray_trains_own_question_has_one_answer_on_all_ranks(
 
     until(both, lambda: f"an answer: {told}", 60.0)
     assert len(set(told)) == 1 and told[0].endswith("[1]"), told
+
+
+@pytest.mark.e2e
+def test_who_was_told_of_a_notice_may_leave_with_any_code(made: Made) -> None:
+    """It is not the end of the script: the next group resumes from what it has saved."""
+    group = made(A, C, script=MEETS + ASKS + "sys.exit(rank)\n")
+    group.enter()
+    group.all(PlanEntered, 1)
+    group.order(Quiesce(1, grace_s=60.0, cause="notice", leaving=("b",)))
+    assert {e.worker for e in group.all(Quiesced, 2)} == {A, C}
+    ended = [e for told in group.heard.values() for e in told]
+    assert not [e for e in ended if isinstance(e, ScriptEnded | WorkerFailed)]
 
 
 def test_output_that_cannot_be_written_does_not_stop_the_script(
