@@ -109,6 +109,7 @@ class ScriptSource:
 
     @contextmanager
     def _in_place_of_main(self, module: types.ModuleType) -> Iterator[None]:
+        folder = os.getcwd()
         before = sys.argv, sys.modules["__main__"], list(sys.path)
         sys.argv, sys.modules["__main__"] = [self.file, *self.args], module
         sys.path.insert(0, str(Path(self.file).parent))
@@ -116,6 +117,7 @@ class ScriptSource:
             yield
         finally:
             sys.argv, sys.modules["__main__"], sys.path[:] = before
+            os.chdir(folder)
 
     def told(self, error: BaseException) -> str:
         """In one line: where in the user's code, and what was raised."""
@@ -227,6 +229,12 @@ def _refused(source: ScriptSource, error: BaseException, *, entered: bool = Fals
 AGAIN = object()  # the answer to a script that has ended: from its top
 
 
+def _of_exit(error: SystemExit) -> BaseException:
+    """What the script has caught before it left by sys.exit, if anything."""
+    caught = error.__cause__ or error.__context__
+    return caught if isinstance(caught, Exception) else error
+
+
 class Script:
     """The script of a job, in its own thread; the training thread calls all methods but `entered`
     and `_work`.
@@ -287,10 +295,7 @@ class Script:
             self.source.run()
         except SystemExit as error:
             if error.code not in (None, 0):
-                return HandoffMessage(
-                    "ended",
-                    error=ProgramError(f"{self.source.file}: it left by sys.exit({error.code!r})"),
-                )
+                return HandoffMessage("ended", error=self._why(_of_exit(error)))
         except BaseException as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
             return HandoffMessage("ended", error=self._why(error))
         if self.run is None:
@@ -308,7 +313,8 @@ class Script:
             self._inside and is_collective_error(error)
         ):
             return error.with_traceback(None)
-        if self._inside and self.run is not None and self.run.lost and isinstance(error, Exception):
+        own = isinstance(error, Exception | SystemExit)
+        if self._inside and self.run is not None and self.run.lost and own:
             log.warning(
                 "%s; this step was not committed: the script is started again from its top",
                 self.source.told(error),
@@ -406,6 +412,8 @@ class Script:
             raise word.error
         if word.kind == "ended" and not last:
             assert self.run is not None
+            if self.run.lost:
+                raise GenerationAborted("the script has left its loop over a step that is lost")
             raise ProgramError(
                 f"{self.source.file}: it left its loop at step {step} of {self.run.steps}; a loop "
                 "ends by itself after the last step, and `steps` says how many there are"
