@@ -288,7 +288,10 @@ class Script:
         here.host = self
         while True:
             self._inside = False
-            self.handoff.say(self._once())
+            word = self._once()
+            if self.run is not None:
+                self.run.left()
+            self.handoff.say(word)
 
     def _once(self) -> HandoffMessage:
         try:

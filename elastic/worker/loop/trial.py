@@ -124,6 +124,7 @@ class Trial:
 
     def entered(self, run: Run) -> Run:
         self.program = run.program
+        self._stack.callback(run.left)
         if threading.current_thread() is not threading.main_thread():
             raise Entered(run.program)  # nothing could end a body that hangs
         most_s = MOST_S if self.steps is None else STEPS_MOST_S
