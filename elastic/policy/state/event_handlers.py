@@ -551,7 +551,8 @@ def _plans_found(state: State, event: PlansFound, at_s: float) -> State:
 
 
 def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
-    return replace(state, stop=state.stop or StopWish(event.reason, at_s))
+    wish = StopWish(event.reason, at_s, done=event.done)
+    return replace(state, stop=state.stop or wish)
 
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {

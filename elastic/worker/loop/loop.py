@@ -327,6 +327,7 @@ class Run:
         self._looked, self._mean = False, False  # at the first loss: is it a mean?
         self._lost = False  # step() has said no, and there is no other batch yet
         self._in_a_step = False  # from its batch to the next one
+        self.stops = False  # stop() was called
         self.logged = LoggedNumbers()
 
     def __getattr__(self, name: str) -> Any:
@@ -470,6 +471,16 @@ class Run:
             )
         if not self.lost:
             self.logged.add(numbers)
+
+    def stop(self) -> None:
+        """Ends the run as one that is done, before its last step: at one of the next ones, with a
+        checkpoint of that. The `for` continues until then, and nothing behind it is run. What rank
+        0 says counts; of a step that is not committed it says nothing."""
+        if not self._in_a_step:
+            raise ProgramError(
+                "run.stop() was called without a step; it belongs inside `for batch in run`"
+            )
+        self.stops = self.stops or not self.lost
 
     def _refuse_a_mean(self, count: int) -> None:
         """Looks once, at the first step whose batch can tell. The mean of a part that is one sample

@@ -262,6 +262,7 @@ class Script:
         self.draws: KeyedDraws | None = None  # by which its model draws
         self.finished = False
         self._inside = False
+        self._stop_told = False
 
     def start(self) -> LoopProgram:
         """Returns when the script stands before its loop. Raises ProgramError where it never comes
@@ -408,6 +409,13 @@ class Script:
         assert self.run is not None
         return self.run.logged.taken()
 
+    def stops(self) -> bool:
+        """Has it called run.stop()? True once."""
+        assert self.run is not None
+        first = self.run.stops and not self._stop_told
+        self._stop_told = self._stop_told or first
+        return first
+
     def _heard(self, step: int, last: bool = False) -> HandoffMessage:
         word = self.handoff.hear()
         assert word is not None
@@ -419,7 +427,7 @@ class Script:
                 raise GenerationAborted("the script has left its loop over a step that is lost")
             raise ProgramError(
                 f"{self.source.file}: it left its loop at step {step} of {self.run.steps}; a loop "
-                "ends by itself after the last step, and `steps` says how many there are"
+                "ends by itself: after the last of `steps`, or where run.stop() is called before"
             )
         return word
 
