@@ -344,11 +344,6 @@ class Run:
             )
         raise AttributeError(f"run has no attribute '{name}'")
 
-    def left(self) -> None:
-        """The script has left its loop."""
-        if self.given is not None:
-            self.given.release()
-
     @property
     def lost(self) -> bool:
         """Is what the script has in hand no result: zeros in the place of the model's outputs, or a
@@ -399,8 +394,8 @@ class Run:
             self.step_index, self.epoch = offer.step, offer.epoch
             self._ends_epoch, self._at_end = offer.ends_epoch, False
             self.calls.begin(2 * offer.step)
-        else:
-            self.left()
+        elif self.given is not None:
+            self.given.release()
         return offer
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -290,8 +290,8 @@ class Script:
         while True:
             self._inside = False
             word = self._once()
-            if self.run is not None:
-                self.run.left()
+            if self.run is not None and self.run.given is not None:
+                self.run.given.release()
             self.handoff.say(word)
 
     def _once(self) -> HandoffMessage:
