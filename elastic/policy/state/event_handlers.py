@@ -551,8 +551,7 @@ def _plans_found(state: State, event: PlansFound, at_s: float) -> State:
 
 
 def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
-    wish = StopWish(event.reason, at_s, done=event.done)
-    return replace(state, stop=state.stop or wish)
+    return replace(state, stop=state.stop or StopWish(event.reason, at_s, done=event.done))
 
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
