@@ -107,6 +107,7 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
     if state.durable_s:  # how long saving takes is known, and that much was kept for it
         until_s = min(until_s, max(wish.at_s, hard_limits.spent_at_s(state, now_s)))
     saved = f"step {state.step} reached, last checkpoint at step {state.saved_step}"
+    ends = "succeeded" if wish.done and state.saved_step >= state.step else "stopped"
     if state.away and not wish.limit:
         return Decision((), f"{wish.reason}; {saved}: {away(state)}")
     plan = state.plan if state.target is None else None
@@ -120,7 +121,7 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
             if state.away:  # which continues being paid for, but no longer than any save may take
                 return Decision((), f"{wish.reason}; {saved}: {away(state)}", until_s)
             return None  # enter once more, to save what only memory holds
-        return stop("stopped", f"{wish.reason}; {saved}")
+        return stop(ends, f"{wish.reason}; {saved}")
     if plan is None:
         return Decision(
             (), f"{wish.reason}: waits for generation {state.generation} to be entered", until_s
@@ -134,7 +135,7 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
         )
         return Decision((Quiesce(plan.generation, save=True),), text, until_s)
     if done:
-        return stop("stopped", f"{wish.reason}; {saved}")
+        return stop(ends, f"{wish.reason}; {saved}")
     bad = state.copy_failed
     if left and bad and bad.step == state.step:
         if not state.saves_again:

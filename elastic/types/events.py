@@ -556,9 +556,11 @@ class PlansFound(Event):
 
 @dataclass(frozen=True)
 class StopAsked(Event):
-    """A person (or a signal) asked the run to stop; the state is saved first."""
+    """A person (or a signal, or the script) asked the run to stop; the state is saved first.
+    `done`: what was to be trained is trained, and the run has succeeded with that."""
 
     reason: str
+    done: bool = False
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,11 @@ def test_what_comes_after_the_last_step_may_take_its_time_while_it_gets_on() -> 
     assert orders(story.tick(after_s=2), Abort)
 
 
-def test_a_stop_saves_first() -> None:
+@pytest.mark.parametrize(("done", "outcome"), [(False, "stopped"), (True, "succeeded")])
+def test_a_stop_saves_first(done: bool, outcome: str) -> None:
     story = Story()
     plan = story.running("a", "b", steps=4)
-    assert orders(story.tick(StopAsked("enough")), Quiesce) == [Quiesce(plan.generation, save=True)]
+    assert orders(story.tick(StopAsked("enough", done)), Quiesce) == [Quiesce(plan.generation)]
     # how far the ranks are by now is not known: steps are reported once in a while
     assert (
         "stops at its next step boundary and is saved (step 4 is the last that was reported)"
@@ -85,7 +86,7 @@ def test_a_stop_saves_first() -> None:
     assert not orders(story.decisions[-1], Stop)
     story.tick(durable(story, 5))
     assert (
-        stopped(story).outcome == "stopped" and "last checkpoint at step 5" in stopped(story).reason
+        stopped(story).outcome == outcome and "last checkpoint at step 5" in stopped(story).reason
     )
 
 

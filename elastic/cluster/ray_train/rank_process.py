@@ -46,6 +46,7 @@ from elastic.types import (
 )
 from elastic.types.orders import Rendezvous
 from elastic.version import python_path
+from elastic.worker.process.environment import RESTARTED
 
 LOOK_S = 0.1
 NAP_S, NAP_MOST_S = 0.001, 0.2  # between two looks of a rank that waits for another
@@ -106,7 +107,7 @@ class Left(Exception):
 @dataclass
 class RankProcess:
     """`run` returns when the process has ended; other threads may end it. `gap`: steps between two
-    lines that name one, as far as known."""
+    lines that name one, as far as known; `epochs`: the steps before each one, likewise."""
 
     me: WorkerId
     job: Job
@@ -115,9 +116,12 @@ class RankProcess:
     rendezvous: Rendezvous
     put: Callable[[Event], None]
     gap: int = 1
+    epochs: list[int] = field(default_factory=lambda: [0])
     step: int = 0
     over: bool = False
     _asked: bool = False  # to end
+    _answered: bool = False  # its script has asked for a notice, and knows of one
+    _noticed_until_s: float = 0.0  # it gets SIGTERM as soon as it has a handler for it
     _kill_at_s: float | None = None
     _child: subprocess.Popen[str] | None = None
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
@@ -147,7 +151,8 @@ class RankProcess:
     # ------------------------------------------------------------------------- from other threads
 
     def quiesce(self, asked: Quiesce, grace_s: float) -> None:
-        """Of a notice only a process hears that listens; a script may ask for it."""
+        """Of a notice only a process hears that listens, as soon as it does; a script may ask for
+        it."""
         if asked.leaving:
             ranks: dict[str, list[int]] = {}
             for rank, worker in enumerate(self.plan.ranks):
@@ -155,10 +160,10 @@ class RankProcess:
                     ranks.setdefault(worker.node_id, []).append(rank)
             deadline_ms = int((time.time() + grace_s) * 1000)
             self._notice = {"deadline_ms": deadline_ms, "ranks": ranks}
+            self._noticed_until_s = time.monotonic() + grace_s
         with self._lock:
-            child = self._child
-            deaf = child is not None and not listens(child.pid, signal.SIGTERM)
-        if not (asked.leaving and deaf):
+            runs = self._child is not None and not self.over
+        if not (asked.leaving and runs):
             self.end(grace_s)
 
     def end(self, grace_s: float) -> None:
@@ -202,7 +207,7 @@ class RankProcess:
     def _leave(self, events: list[Event]) -> None:
         """The word that it is over, and that, are one."""
         with self._lock:
-            asked, self.over = self._asked, True
+            asked, self.over = self._asked or self._answered, True
         for event in events:
             if not (asked and isinstance(event, WorkerFailed | ScriptEnded)):
                 self.put(event)
@@ -268,6 +273,7 @@ class RankProcess:
         elif not visible_gpus():
             environment.setdefault(*ON_CPUS)
         file, cwd = here(self.job.script or "", self.job.cwd)
+        environment[RESTARTED] = file
         theirs: list[socket.socket] = []
         text = ""
         with suppress(OSError):  # the child says so
@@ -297,6 +303,9 @@ class RankProcess:
         now_s = time.monotonic()
         if self._kill_at_s is not None and now_s >= self._kill_at_s:
             child.kill()
+        left_s = self._noticed_until_s - now_s
+        if left_s > 0 and not self._asked and listens(child.pid, signal.SIGTERM):
+            self.end(left_s)
         if self.rank:
             return
         with self._lock:
@@ -333,7 +342,7 @@ class RankProcess:
 
     def _read(self, stream: IO[str]) -> None:
         """All that the process prints is printed by this one, whose output is kept."""
-        steps = StepReader()
+        steps = StepReader(self.epochs, self.plan.resume.step + self.gap)
         with stream:
             for line in stream:
                 with suppress(OSError):  # a full disk
@@ -396,6 +405,7 @@ class RankProcess:
         with script, script.makefile("r") as questions:
             for n, _ in enumerate(questions):
                 found = self._agreed(n)
+                self._answered = self._answered or found is not None
                 with suppress(OSError):  # it has ended meanwhile
                     script.sendall(json.dumps(found).encode() + b"\n")
 

@@ -11,8 +11,15 @@ from dataclasses import dataclass, field
 from elastic.config.numbers.logged_names import checked_names, number_of
 from elastic.errors import ProgramError
 
-STEP = re.compile(r"\b(?:step|iter(?:ation)?)\b[\s:=#]*(\d+)", re.IGNORECASE)
+# of a bar that is named so the steps done, not how many per cent they are
+STEP = re.compile(
+    r"\b(?:step|iter(?:ation)?)\b[\s:=#]*(?:\d+%\|.*\|\s*)?(\d+)(?![\d.]*%)", re.IGNORECASE
+)
 LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IGNORECASE)
+# its steps are none of the training
+VALIDATES = re.compile(
+    r"\b(?:val|valid|validation|eval|evaluation)\b.*?\b(?:step|iter(?:ation)?)\b", re.IGNORECASE
+)
 # transformers.Trainer logs a dict of its losses without the step, and draws its bar anew after it
 HF_LOSS = re.compile(r"^\s*\{.*'loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
 HF_EVAL = re.compile(r"\{.*'eval_loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
@@ -36,14 +43,20 @@ class StepReader:
     """Reads steps out of one group's lines, in their order. `_loss`, `_evaluated`: logged by a
     Trainer of transformers, whose next bar says at which step. `evaluations`: step -> loss of the
     validation set, until somebody takes them. `_total`: of the bar of the training; others are
-    drawn too, of an evaluation, of files that are written."""
+    drawn too, of an evaluation, of files that are written.
 
+    A number that falls is of a new epoch. `before`: the steps before each one; with those of the
+    group before, `first_most` says the most that the first step of this one is."""
+
+    before: list[int] = field(default_factory=lambda: [0])
+    first_most: int = 0
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     _loss: float | None = None
     _evaluated: float | None = None
     _total: str = ""
     _bar_s: float = -math.inf
     _logged: dict[str, float] = field(default_factory=dict)  # since the step before
+    _newest: int | None = None  # as it was printed
 
     def read(self, line: str) -> tuple[int, float] | None:
         """The step that is known with this line, and its loss."""
@@ -51,7 +64,7 @@ class StepReader:
             self._logged |= logged_in(line)
             return None
         if found := step_in(line):
-            return found
+            return None if self._is_other(found[0], line) else self._counted(*found)
         if logged := HF_LOSS.search(line):
             self._loss = float(logged[1])
             return None
@@ -60,12 +73,26 @@ class StepReader:
             return None
         bar = BAR.search(line)
         if bar is not None and self._evaluated is not None and self._total in ("", bar[2]):
-            self.evaluations.append((int(bar[1]), self._evaluated))
+            self.evaluations.append((self.before[-1] + int(bar[1]), self._evaluated))
             self._evaluated = None
         if bar is None or self._loss is None:
             return None
         loss, self._loss, self._total = self._loss, None, bar[2]
-        return int(bar[1]), loss
+        return self._counted(int(bar[1]), loss)
+
+    def _is_other(self, step: int, line: str) -> bool:
+        """Does the line begin no epoch, but tell of a validation in one?"""
+        return self._newest is not None and step < self._newest and bool(VALIDATES.search(line))
+
+    def _counted(self, step: int, loss: float) -> tuple[int, float]:
+        """The step as one of the run, and its loss."""
+        if self._newest is None:
+            while len(self.before) > 1 and self.before[-1] + step > self.first_most:
+                self.before.pop()
+        elif step < self._newest:
+            self.before.append(self.before[-1] + self._newest)
+        self._newest = step
+        return self.before[-1] + step, loss
 
     def taken(self) -> dict[str, float]:
         """What elastic.log has told since it was asked last."""

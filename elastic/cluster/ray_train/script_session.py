@@ -32,7 +32,8 @@ class ScriptSession:
         self._put = self._outbox.put
         self._aborted = 0  # generations up to this one are
         self._process: RankProcess | None = None  # of the newest generation
-        self._gap = 1  # steps between two lines of the script
+        # steps between two lines of the script, and before each of its epochs
+        self._gap, self._epochs = 1, [0]
         self._load: LoadReports | None = None
         self._closed = False
         threading.Thread(target=self._begin, name="load", daemon=True).start()
@@ -91,7 +92,14 @@ class ScriptSession:
         assert isinstance(order.action, EnterPlan) and order.rendezvous is not None
         plan = order.action.plan
         process = RankProcess(
-            self.me, self.job, self._run_name, plan, order.rendezvous, self._put, gap=self._gap
+            self.me,
+            self.job,
+            self._run_name,
+            plan,
+            order.rendezvous,
+            self._put,
+            gap=self._gap,
+            epochs=self._epochs,
         )
         with self._lock:
             before, self._process = self._process, process

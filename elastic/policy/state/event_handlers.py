@@ -534,7 +534,7 @@ def _plans_found(state: State, event: PlansFound, at_s: float) -> State:
 
 
 def _stop_asked(state: State, event: StopAsked, at_s: float) -> State:
-    return replace(state, stop=state.stop or StopWish(event.reason, at_s))
+    return replace(state, stop=state.stop or StopWish(event.reason, at_s, done=event.done))
 
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {

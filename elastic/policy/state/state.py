@@ -142,11 +142,12 @@ class Forming:
 @dataclass(frozen=True)
 class StopWish:
     """A person's or the budget's wish to stop. `limit`: of the budget or the deadline, which wait
-    for nobody."""
+    for nobody. `done`: of the script, which has trained enough."""
 
     reason: str
     at_s: float
     limit: bool = False
+    done: bool = False
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from elastic.worker.loop.logged_numbers import LoggedNumbers
 from elastic.worker.loop.loop_model import GivenModel, LoopModel
 from elastic.worker.loop.loss_reduction import A_MEAN, is_mean
 from elastic.worker.process.call_log import CallLog
-from elastic.worker.process.environment import tell_launcher
+from elastic.worker.process.environment import RESTARTED, tell_launcher
 from elastic.worker.process.readback import Number, join_default_stream
 from elastic.worker.program.calls import count_of, count_there, targets_in
 from elastic.worker.program.loop_program import (
@@ -61,6 +61,10 @@ NO_HOST = (
     "a program.py has no loop, it defines `program = elastic.Program(...)`"
 )
 
+IN_ANOTHER_FILE = (
+    "elastic.loop is called in a module that {file} imports, and so {file} was started as a script "
+    "that is restarted: the call of elastic.loop (or elastic.prepare_trainer) must stand in {file}"
+)
 
 PLAIN_START = (
     "{file} enters elastic.loop, which neither python nor torchrun can start: `elastic run "
@@ -184,6 +188,8 @@ class loop:
     def _entered(self, frame: types.FrameType | None) -> Run:
         host = here.host
         if host is None:
+            if restarted := os.environ.get(RESTARTED):
+                raise SpecError(IN_ANOTHER_FILE.format(file=os.path.basename(restarted)))
             _refuse_a_plain_start(frame)
             raise SpecError(NO_HOST)
         caller = frame.f_back if frame is not None else None
@@ -321,6 +327,7 @@ class Run:
         self._looked, self._mean = False, False  # at the first loss: is it a mean?
         self._lost = False  # step() has said no, and there is no other batch yet
         self._in_a_step = False  # from its batch to the next one
+        self.stops = False  # stop() was called
         self.logged = LoggedNumbers()
 
     def __getattr__(self, name: str) -> Any:
@@ -387,6 +394,8 @@ class Run:
             self.step_index, self.epoch = offer.step, offer.epoch
             self._ends_epoch, self._at_end = offer.ends_epoch, False
             self.calls.begin(2 * offer.step)
+        elif self.given is not None:
+            self.given.release()
         return offer
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -457,6 +466,16 @@ class Run:
             )
         if not self.lost:
             self.logged.add(numbers)
+
+    def stop(self) -> None:
+        """Ends the run as one that is done, before its last step: at one of the next ones, with a
+        checkpoint of that. The `for` continues until then, and nothing behind it is run. What rank
+        0 says counts; of a step that is not committed it says nothing."""
+        if not self._in_a_step:
+            raise ProgramError(
+                "run.stop() was called without a step; it belongs inside `for batch in run`"
+            )
+        self.stops = self.stops or not self.lost
 
     def _refuse_a_mean(self, count: int) -> None:
         """Looks once, at the first step whose batch can tell. The mean of a part that is one sample

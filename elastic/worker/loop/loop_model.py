@@ -13,6 +13,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,28 @@ class GenerationAborted(ConnectionAbortedError):
 
 class GivenModel:
     """The model that a script gave to its loop, which is not the one that is trained: what the
-    script does to it there is lost."""
+    script does to it there is lost, and what it asks it there is answered by initial weights."""
 
     def __init__(self, model: nn.Module) -> None:
+        """In the script's thread."""
         self._modules = [(name, m, m.training) for name, m in model.named_modules()]
         self._weights = [(n, p, p.requires_grad, p._version) for n, p in model.named_parameters()]
+        script = threading.get_ident()
+
+        def refuse(asks: str, module: nn.Module, *_: Any) -> None:
+            # copies of the model have the hook too
+            if module is model and threading.get_ident() == script:
+                raise ProgramError(f"the script {asks} {NOT_TRAINED.format('use')}")
+
+        self._hooks = (
+            model.register_forward_pre_hook(partial(refuse, "calls"), prepend=True),
+            model.register_state_dict_pre_hook(partial(refuse, "asks for the state_dict() of")),
+        )
+
+    def release(self) -> None:
+        """The loop is over."""
+        for hook in self._hooks:
+            hook.remove()
 
     def check(self, model: LoopModel) -> None:
         """Raises ProgramError that names what was changed. `model`: that is trained, whose memory
@@ -51,11 +69,12 @@ class GivenModel:
                 continue
             trained_there = model.memory() if trained_there is None else trained_there
             if p.data_ptr() not in trained_there:
-                raise ProgramError(f"the script writes the weight {name} {NOT_TRAINED}")
+                where = NOT_TRAINED.format("change")
+                raise ProgramError(f"the script writes the weight {name} of {where}")
         for name, module, training in self._modules:
             if module.training != training:
-                what = name or "the whole model"
-                raise ProgramError(f"the script changes the mode of {what} {NOT_TRAINED}")
+                what, where = name or "the whole model", NOT_TRAINED.format("change")
+                raise ProgramError(f"the script changes the mode of {what} of {where}")
 
 
 def _frozen(name: str, trained: bool) -> str:
@@ -67,7 +86,7 @@ def _frozen(name: str, trained: bool) -> str:
 
 
 NOT_TRAINED = (
-    "of the model that it gave to elastic.loop, which is not the one that is trained: change "
+    "the model that it gave to elastic.loop, which is not the one that is trained: {} "
     "run.model, or take model = run.model before the loop"
 )
 

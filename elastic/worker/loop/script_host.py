@@ -109,6 +109,7 @@ class ScriptSource:
 
     @contextmanager
     def _in_place_of_main(self, module: types.ModuleType) -> Iterator[None]:
+        folder = os.getcwd()
         before = sys.argv, sys.modules["__main__"], list(sys.path)
         sys.argv, sys.modules["__main__"] = [self.file, *self.args], module
         sys.path.insert(0, str(Path(self.file).parent))
@@ -116,6 +117,7 @@ class ScriptSource:
             yield
         finally:
             sys.argv, sys.modules["__main__"], sys.path[:] = before
+            os.chdir(folder)
 
     def told(self, error: BaseException) -> str:
         """In one line: where in the user's code, and what was raised."""
@@ -227,6 +229,12 @@ def _refused(source: ScriptSource, error: BaseException, *, entered: bool = Fals
 AGAIN = object()  # the answer to a script that has ended: from its top
 
 
+def _of_exit(error: SystemExit) -> BaseException:
+    """What the script has caught before it left by sys.exit, if anything."""
+    caught = error.__cause__ or error.__context__
+    return caught if isinstance(caught, Exception) else error
+
+
 class Script:
     """The script of a job, in its own thread; the training thread calls all methods but `entered`
     and `_work`.
@@ -254,6 +262,7 @@ class Script:
         self.draws: KeyedDraws | None = None  # by which its model draws
         self.finished = False
         self._inside = False
+        self._stop_told = False
 
     def start(self) -> LoopProgram:
         """Returns when the script stands before its loop. Raises ProgramError where it never comes
@@ -280,17 +289,17 @@ class Script:
         here.host = self
         while True:
             self._inside = False
-            self.handoff.say(self._once())
+            word = self._once()
+            if self.run is not None and self.run.given is not None:
+                self.run.given.release()
+            self.handoff.say(word)
 
     def _once(self) -> HandoffMessage:
         try:
             self.source.run()
         except SystemExit as error:
             if error.code not in (None, 0):
-                return HandoffMessage(
-                    "ended",
-                    error=ProgramError(f"{self.source.file}: it left by sys.exit({error.code!r})"),
-                )
+                return HandoffMessage("ended", error=self._why(_of_exit(error)))
         except BaseException as error:  # noqa: BLE001 - a boundary: the user's script may raise anything
             return HandoffMessage("ended", error=self._why(error))
         if self.run is None:
@@ -308,7 +317,8 @@ class Script:
             self._inside and is_collective_error(error)
         ):
             return error.with_traceback(None)
-        if self._inside and self.run is not None and self.run.lost and isinstance(error, Exception):
+        own = isinstance(error, Exception | SystemExit)
+        if self._inside and self.run is not None and self.run.lost and own:
             log.warning(
                 "%s; this step was not committed: the script is started again from its top",
                 self.source.told(error),
@@ -399,6 +409,13 @@ class Script:
         assert self.run is not None
         return self.run.logged.taken()
 
+    def stops(self) -> bool:
+        """Has it called run.stop()? True once."""
+        assert self.run is not None
+        first = self.run.stops and not self._stop_told
+        self._stop_told = self._stop_told or first
+        return first
+
     def _heard(self, step: int, last: bool = False) -> HandoffMessage:
         word = self.handoff.hear()
         assert word is not None
@@ -406,9 +423,11 @@ class Script:
             raise word.error
         if word.kind == "ended" and not last:
             assert self.run is not None
+            if self.run.lost:
+                raise GenerationAborted("the script has left its loop over a step that is lost")
             raise ProgramError(
                 f"{self.source.file}: it left its loop at step {step} of {self.run.steps}; a loop "
-                "ends by itself after the last step, and `steps` says how many there are"
+                "ends by itself: after the last of `steps`, or where run.stop() is called before"
             )
         return word
 

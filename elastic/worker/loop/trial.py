@@ -124,6 +124,8 @@ class Trial:
 
     def entered(self, run: Run) -> Run:
         self.program = run.program
+        if run.given is not None:
+            self._stack.callback(run.given.release)
         if threading.current_thread() is not threading.main_thread():
             raise Entered(run.program)  # nothing could end a body that hangs
         most_s = MOST_S if self.steps is None else STEPS_MOST_S

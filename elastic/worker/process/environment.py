@@ -20,6 +20,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RESTARTED = "ELASTIC_RESTARTED_SCRIPT"  # in processes of a script that is restarted: its file
 
 # Without these a survivor ends or hangs with the one that died; a user's other value is overridden.
 REQUIRED = {

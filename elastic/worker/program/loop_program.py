@@ -256,13 +256,20 @@ def _check_loader(loader: DataLoader[Any]) -> None:
             "elastic.loop: the DataLoader has a collate_fn of its own; batches are stacked here: "
             "do in the dataset's [sample id] what it does"
         )
-    orders = (loader.sampler, loader.batch_sampler)
-    known = (SequentialSampler, RandomSampler, DistributedSampler, BatchSampler, type(None))
-    for own in (one for one in orders if not isinstance(one, known)):
-        raise SpecError(
-            f"elastic.loop: the DataLoader has a {type(own).__name__}; the order is "
-            "elastic's, each sample of an epoch once: give the dataset alone"
-        )
+    known = {SequentialSampler, RandomSampler, DistributedSampler, BatchSampler, type(None)}
+    by_batches = loader.batch_sampler
+    for own in (loader.sampler, by_batches, getattr(by_batches, "sampler", None)):
+        what = type(own).__name__
+        if isinstance(own, RandomSampler):
+            if own.replacement:
+                what += "(replacement=True)"
+            elif own.num_samples != len(own.data_source):
+                what += f"(num_samples={own.num_samples})"
+        if type(own) not in known or what != type(own).__name__:
+            raise SpecError(
+                f"elastic.loop: the DataLoader has a {what}; the order is elastic's, each sample "
+                "of an epoch once: give the dataset alone"
+            )
 
 
 @dataclass(frozen=True)

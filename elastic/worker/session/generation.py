@@ -30,6 +30,7 @@ from elastic.types import (
     SetShares,
     SharesSet,
     StartProfile,
+    StopAsked,
 )
 from elastic.types.grid import axes_of, rank_of
 from elastic.types.rank_timing import RankTimes
@@ -415,6 +416,8 @@ class Generation:
             self.number, step, commit, times=times, skipped=skipped, shape=shape, logged=logged
         )
         self.place.report(done)
+        if script is not None and script.stops():
+            self.place.report(StopAsked(f"run.stop() of the script at step {step}", done=True))
 
     def _evaluate(self, stepper: Stepper, state: TrainState) -> None:
         place = self.place

@@ -25,12 +25,40 @@ from elastic.errors import ProgramError
         ("step 40 begins", None),
         ("a stepping stone 3, loss 1.0", None),
         ("loss 3.0", None),
+        ("Iteration:  45%|████▌     | 450/1000 [00:10<00:12, 43.1it/s, loss=2.3]", (450, 2.3)),
+        ("step 40 loss 2.31:  45%|████▌     | 450/1000 [00:10<00:12, 43.1it/s]", (40, 2.31)),
+        ("Iteration: 45.5% done, loss 2.3", None),
     ],
 )
 def test_a_line_of_output_names_a_step_and_its_loss(
     line: str, found: tuple[int, float] | None
 ) -> None:
     assert step_in(line) == found
+
+
+def steps(reader: StepReader, *lines: str) -> list[int]:
+    return [found[0] for line in lines if (found := reader.read(f"{line}: loss 2.0"))]
+
+
+def test_a_number_that_falls_is_of_a_new_epoch() -> None:
+    reader = StepReader()
+    assert steps(reader, "step 50", "step 100", "step 100") == [50, 100, 100]
+    assert steps(reader, "validation, step 5", "step 50", "step 100") == [150, 200]
+    assert steps(reader, "step 1", "eval step 1", "step 2") == [201, 201, 202]
+    assert reader.before == [0, 100, 200]
+
+
+@pytest.mark.parametrize(
+    ("resume", "first", "found"), [(230, 40, 240), (230, 10, 210), (230, 60, 160), (0, 1, 1)]
+)
+def test_the_next_group_continues_in_the_newest_epoch_that_it_may_be_of(
+    resume: int, first: int, found: int
+) -> None:
+    """Not behind the step from which it resumes."""
+    before = [0, 100, 200]
+    reader = StepReader(before, resume + 10)
+    assert steps(reader, f"step {first}", f"step {first + 10}") == [found, found + 10]
+    assert before[-1] == found - first, "as the group after it has it"
 
 
 HF = [

@@ -222,6 +222,18 @@ def test_where_it_continues_is_what_its_first_line_says(made: Made) -> None:
     assert [e.step for e in group.all(StepDone, 3)] == [8, 9, 10]
 
 
+def test_steps_that_are_counted_within_an_epoch_are_told(made: Made) -> None:
+    """In the next group too, which resumes in its second epoch."""
+    epochs = f"for _ in range(2):\n    exec({STEPS!r})\n"
+    group = made(A, script=MEETS + epochs, args=("1",))
+    group.enter()
+    group.all(ScriptEnded, 1)
+    assert [e.step for e in group.all(StepDone, 6)] == [1, 2, 3, 4, 5, 6]
+    group.enter(2, step=3, resume="durable")
+    group.all(ScriptEnded, 2)
+    assert [e.step for e in group.all(PlanEntered, 2)] == [0, 3]
+
+
 def test_a_script_without_steps_is_said_to_run(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_process, "RAN_EVERY_S", 0.2)
     monkeypatch.setattr(rank_process, "FIRST_STEP_S", 0.5)
@@ -242,6 +254,26 @@ def test_its_own_error_is_told_with_the_last_line_of_its_traceback(made: Made) -
     assert failed.error == "rank 1 (exit code 1): IndexError: no such column"
     group.order(Abort(1))
     assert {e.worker for e in group.all(Quiesced, 2)} == {A, C}
+
+
+IN_A_MODULE = """
+import elastic, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+elastic.loop(model=model, optimizer=optimizer, dataset=torch.ones(16, 4)).start()
+"""
+
+
+@pytest.mark.e2e
+def test_a_loop_that_a_module_of_the_script_enters_is_said_to_belong_into_its_file(
+    made: Made, tmp_path: Path
+) -> None:
+    (tmp_path / "trainer.py").write_text(IN_A_MODULE)
+    group = made(A, script="import trainer\n")
+    group.enter()
+    (failed,) = group.all(WorkerFailed, 1)
+    assert failed.kind == "program"
+    assert "(or elastic.prepare_trainer) must stand in train.py" in failed.error
 
 
 def test_a_process_that_is_killed_from_outside_is_no_error_of_the_script(made: Made) -> None:
@@ -265,6 +297,21 @@ def test_a_notice_ends_who_listens_and_leaves_the_other_alone(made: Made) -> Non
     assert not any(isinstance(e, Quiesced) for e in group.heard[C])
     group.order(Quiesce(1, grace_s=20.0))
     assert [e.worker for e in group.all(Quiesced, 1, C)] == [C]
+
+
+def test_a_notice_that_comes_before_the_handler_is_heard_when_there_is_one(
+    made: Made, tmp_path: Path
+) -> None:
+    """As while a script imports what takes long."""
+    waits = f"while not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.01)\n"
+    group = made(A, script=MEETS + waits + LISTENS + STAYS)
+    group.enter()
+    group.all(PlanEntered, 1)
+    began_s = time.monotonic()
+    group.order(Quiesce(1, grace_s=60.0, cause="notice", leaving=("b",)))
+    (tmp_path / "go").touch()
+    group.all(Quiesced, 1)
+    assert time.monotonic() - began_s < 50, "by SIGTERM, not by the deadline"
 
 
 def test_who_does_not_end_after_sigterm_is_killed(made: Made) -> None:
@@ -338,6 +385,18 @@ def test_ray_trains_own_question_has_one_answer_on_all_ranks(
 
     until(both, lambda: f"an answer: {told}", 60.0)
     assert len(set(told)) == 1 and told[0].endswith("[1]"), told
+
+
+@pytest.mark.e2e
+def test_who_was_told_of_a_notice_may_leave_with_any_code(made: Made) -> None:
+    """It is not the end of the script: the next group resumes from what it has saved."""
+    group = made(A, C, script=MEETS + ASKS + "sys.exit(rank)\n")
+    group.enter()
+    group.all(PlanEntered, 1)
+    group.order(Quiesce(1, grace_s=60.0, cause="notice", leaving=("b",)))
+    assert {e.worker for e in group.all(Quiesced, 2)} == {A, C}
+    ended = [e for told in group.heard.values() for e in told]
+    assert not [e for e in ended if isinstance(e, ScriptEnded | WorkerFailed)]
 
 
 def test_output_that_cannot_be_written_does_not_stop_the_script(

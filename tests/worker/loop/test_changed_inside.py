@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +17,12 @@ from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 from torch import nn
 
-from elastic.errors import ProgramError
+from elastic.errors import ProgramError, SpecError
 from elastic.types import Layout, StepDone
 from elastic.worker.loop.loop_model import GivenModel, LoopModel
+from elastic.worker.loop.script_host import capture
 from elastic.worker.process.call_log import CallLog
-from elastic.worker.program.loop_program import OptimizerFactory, clear_by
+from elastic.worker.program.loop_program import OptimizerFactory, clear_by, module_factory
 
 
 @pytest.mark.e2e
@@ -72,7 +75,6 @@ def test_what_is_changed_of_the_model_that_was_given_is_named(
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     given, trained = GivenModel(model), LoopModel(lambda: model, CallLog())
     trained.attach(copy.deepcopy(model))
-    model(torch.ones(1, 2)).sum().backward()
     given.check(trained)
     change(model)
     with pytest.raises(ProgramError, match=says):
@@ -82,9 +84,57 @@ def test_what_is_changed_of_the_model_that_was_given_is_named(
 def test_what_lies_in_the_memory_of_what_is_trained_changes_with_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     given, trained = GivenModel(model), LoopModel(lambda: model, CallLog())
-    trained.attach(model)
+    trained.attach(module_factory(model)())
     halve(model)
     given.check(trained)
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda model: model(torch.ones(1, 2)), "the script calls the model that it gave to"),
+        (lambda model: model.state_dict(), "the script asks for the state_dict() of the model"),
+    ],
+)
+def test_what_is_asked_of_the_model_that_was_given_is_refused_while_its_loop_runs(
+    ask: Callable[[nn.Module], Any], said: str
+) -> None:
+    """It would be answered by initial weights. A copy, as the one that is trained, is another."""
+    model = nn.Linear(2, 2)
+    given = GivenModel(model)
+    with pytest.raises(ProgramError, match=re.escape(said)):
+        ask(model)
+    ask(module_factory(model)())
+    given.release()
+    ask(model)
+
+
+SCRIPT = """
+import torch, elastic
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.arange(64.0).view(16, 4)
+options = dict(steps=3, global_batch=4)
+model(data)
+with elastic.loop(model=model, optimizer=optimizer, dataset=data, **options) as run:
+    for x in run:
+        run.backward(run.model(x).square().sum())
+        run.step()
+        {body}
+model(data)
+"""
+
+
+def test_a_call_of_the_model_that_was_given_is_told_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT.format(body="pass"))
+    train_script_alone(file, [], 0, 3)
+    file.write_text(SCRIPT.format(body="model(x)"))
+    with pytest.raises(ProgramError, match="train.py, line 12: the script calls the model that"):
+        train_script_alone(file, [], 0, 3)
+    file.write_text(SCRIPT.format(body="pass").replace("run.backward(run.", "run.backward("))
+    with pytest.raises(SpecError, match="train.py, line 10: the script calls the model that"):
+        capture(file, [], 0)
 
 
 def test_what_is_frozen_while_it_is_trained_is_named() -> None:

@@ -3,12 +3,15 @@ clear line."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch.utils.data import RandomSampler
 
 import elastic
 from elastic.api.running.entry import loaded
@@ -143,6 +146,34 @@ def test_a_data_loader_that_does_more_is_refused() -> None:
     of_a_kind = [[0, 2], [1, 3]]  # its own batches, which would get lost
     with pytest.raises(SpecError, match="the DataLoader has a list; the order is elastic's"):
         loop_of(torch.utils.data.DataLoader(data, batch_sampler=of_a_kind))
+
+
+class Curriculum(torch.utils.data.SequentialSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (Curriculum, "Curriculum"),
+        (partial(RandomSampler, replacement=True), r"RandomSampler\(replacement=True\)"),
+        (partial(RandomSampler, num_samples=3), r"RandomSampler\(num_samples=3\)"),
+        (partial(RandomSampler, num_samples=16), ""),
+        (RandomSampler, ""),
+    ],
+)
+def test_a_sampler_with_an_order_of_its_own_is_refused(
+    sampler: Callable[[Any], Any], said: str
+) -> None:
+    data = samples()
+    batches = torch.utils.data.BatchSampler(sampler(data), 4, drop_last=False)
+    for own in ({"sampler": sampler(data)}, {"batch_sampler": batches}):
+        loader = torch.utils.data.DataLoader(data, **own)
+        if said:
+            with pytest.raises(SpecError, match=f"has a {said}; the order is elastic's"):
+                loop_of(loader)
+        else:
+            assert loop_of(loader).dataset is data
 
 
 def test_steps_must_be_said_somewhere(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -102,6 +103,42 @@ def test_an_error_over_a_model_that_gives_zeros_is_no_error_of_the_program(tmp_p
             parameter.zero_()
     with pytest.raises(ProgramError, match="line 12: AssertionError"):
         at_loop.script.compute(at_loop.batch(0, 0), 0, 0)
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(1)", "print('failed')"])
+def test_who_catches_an_error_over_zeros_is_started_again_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """It leaves by sys.exit, or at its end, and in another folder than it has begun in."""
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    file, log = tmp_path / "train.py", tmp_path / "log"
+    body = "        assert run.model(x).abs().sum() > 0\n        run.step()\n"
+    text = indent(SCRIPT.format(log=log, body=body), "    ")
+    file.write_text(f"import os, sys\nos.chdir('sub')\ntry:\n{text}except Exception:\n    {ends}\n")
+    at_loop = ScriptAtLoop.of(file, [], 0, STEPS)
+    at_loop.begin()
+    at_loop.script.leave()  # from here on calls of the model give zeros
+    with pytest.raises(GenerationAborted):
+        at_loop.script.compute(at_loop.batch(0, 0), 0, 0)
+    at_loop.begin(2)
+    assert log.read_text().count("start") == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise SystemExit(3)", "line 12: SystemExit: 3"),
+        ("try: [][1]\n        except IndexError: raise SystemExit(1)", "line 12: IndexError: list"),
+    ],
+)
+def test_of_a_script_that_leaves_by_sys_exit_it_is_said_what_it_has_caught(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT.format(log=tmp_path / "log", body=f"        {body}\n"))
+    with pytest.raises(ProgramError, match=said):
+        train_script_alone(file, [], 0, STEPS)
 
 
 def test_the_traceback_of_the_scripts_own_error_is_printed(

@@ -1,11 +1,18 @@
-"""run.log: what a script tells of its step, and what it is told where it is wrong."""
+"""run.log, run.stop: what a script tells of its step, and what it is told where it is wrong."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from support.places import PROGRAMS
+from support.worker.loop_case import loop_job
+from support.worker.plans import plan
+from support.worker.worker_pool import Pool
 
 from elastic.errors import ProgramError
+from elastic.types import Layout, StepDone, StopAsked
 from elastic.worker.loop.handoff import Handoff
 from elastic.worker.loop.logged_numbers import LoggedNumbers
 from elastic.worker.loop.loop import OfferedBatch, Run
@@ -57,6 +64,36 @@ def test_nothing_is_told_of_a_step_that_is_lost() -> None:
     here._lost = True  # as after a step() that was not committed
     here.log({"loss": None})
     assert here.logged.taken() == {}
+
+
+def test_a_stop_is_said_in_a_step_and_not_of_one_that_is_lost() -> None:
+    here = run()
+    with pytest.raises(ProgramError, match=r"run.stop\(\) was called without a step; it belongs"):
+        here.stop()
+    next(here)
+    here._lost = True
+    here.stop()
+    assert not here.stops
+    here._batch = None
+    next(here)
+    here.stop()
+    assert here.stops
+
+
+@pytest.mark.e2e
+def test_rank_0_asks_once_for_a_stop_and_trains_on_until_it_comes(
+    pool: Pool, tmp_path: Path
+) -> None:
+    job = loop_job(steps=8)
+    text = Path(job["script"]).read_text().replace("Path(__file__).parent", repr(str(PROGRAMS)))
+    file = tmp_path / "train.py"
+    file.write_text(f"{text}        run.step_index < 4 or run.stop()\n")
+    workers = pool.open(job | {"script": str(file)}, tmp_path)
+    pool.enter(plan(1, Layout(dp_replicate=2), workers, 12))
+    pool.quiesced(1, 2)
+    (asked,) = pool.events(StopAsked)
+    assert asked == StopAsked("run.stop() of the script at step 5", done=True)
+    assert len(pool.events(StepDone)) == 8
 
 
 def test_what_was_told_of_a_step_that_was_not_committed_is_gone_with_it() -> None:
