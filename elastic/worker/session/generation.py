@@ -53,7 +53,7 @@ from elastic.worker.session.workplace import EnterOrder, Workplace
 from elastic.worker.state.host_copy import HostCopy
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.commit_vector import CommitFields, CommitReport
-from elastic.worker.step.evaluation import validate
+from elastic.worker.step.evaluation import is_due, newest, validate
 from elastic.worker.step.faulty_rank import FaultyRank, Tripped
 from elastic.worker.step.logged_sums import KeptSums
 from elastic.worker.step.optimizer_step import Stepper
@@ -254,6 +254,8 @@ class Generation:
         stepper.coming = lambda: loader.ready(state.step + 1)
         stop, self.entered_step = False, state.step
         equal = SdcCheck(stepper, plan, place.faults, good_step=min(place.good_step, state.step))
+        if self._owes_validation(state.step):
+            self._evaluate(stepper, state)
         if state.step >= end:
             self._finish(state)
             # all steps were done before, and the copy of the last was not stored
@@ -266,7 +268,7 @@ class Generation:
                 place.good_step = equal.good_step
                 if found is not None and self.rank == 0:  # the driver ends the steps
                     place.report(found)
-            if state.step == end or (job.eval_every and state.step % job.eval_every == 0):
+            if is_due(job, state.step):
                 self._evaluate(stepper, state)
             if state.step == end:
                 self._finish(state)
@@ -419,6 +421,12 @@ class Generation:
         if script is not None and script.stops():
             self.place.report(StopAsked(f"run.stop() of the script at step {step}", done=True))
 
+    def _owes_validation(self, step: int) -> bool:
+        """Was the one that is due at this step cut off with the generation before?"""
+        place = self.place
+        after = self.plan.resume.source in ("live", "peer") and place.validation is not None
+        return after and is_due(place.job, step) and newest(self.groups, place.validated) < step
+
     def _evaluate(self, stepper: Stepper, state: TrainState) -> None:
         place = self.place
         if place.validation is None:
@@ -431,6 +439,7 @@ class Generation:
             draws=place.sample_draws,
             tick=lambda: place.at_phase("evaluating", state.step),
         )
+        place.validated = state.step
         if place.script is not None:
             place.script.evaluated(metrics)
         if self.rank == 0:

@@ -108,6 +108,7 @@ class Workplace:
     script: Script | None = None  # a job whose script enters elastic.loop
     faults: DeviceFaults = field(default_factory=DeviceFaults)  # of a drill
     good_step: int = 0  # of the newest comparison of ranks that found nothing
+    validated: int = -1  # step of the newest validation that was made to its end
     # step -> generation, its loss of the probe sample
     probes: dict[int, tuple[int, float]] = field(default_factory=dict)
     probe_repeats: bool = True  # is that loss the same each time?

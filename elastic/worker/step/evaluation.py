@@ -16,6 +16,7 @@ from elastic.data.sample_draws import SampleDraws
 from elastic.program import drawing
 from elastic.types import Job
 from elastic.worker.process.doing import doing
+from elastic.worker.process_groups.groups import Groups
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step.forward_backward import Batch, ForwardBackward
 from elastic.worker.step.logged_sums import Sums
@@ -58,6 +59,15 @@ def evaluating(state: TrainState, job: Job, device: torch.device) -> Iterator[No
         with torch.no_grad():
             for buffer, was in zip(buffers, before, strict=True):
                 buffer.copy_(was)
+
+
+def is_due(job: Job, step: int) -> bool:
+    return step == job.steps or bool(step and job.eval_every and step % job.eval_every == 0)
+
+
+def newest(groups: Groups, mine: int) -> int:
+    """The newest step that any rank has made a validation of; every rank calls it."""
+    return int(groups.commit.gather(torch.tensor(mine)).max())
 
 
 def validate(
