@@ -235,7 +235,11 @@ def test_what_the_model_draws_and_its_batch_norm_are_no_matter_of_the_body(
 
 def test_a_loss_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="does not depend on run.model: call run.model"):
-        found(tmp_path, "run.backward(F.cross_entropy(model(x), y, reduction='sum'))")
+        found(
+            tmp_path,
+            "run.backward(F.cross_entropy(other(x), y, reduction='sum'))",
+            before="import copy\nother = copy.deepcopy(model)",
+        )
 
 
 def test_a_schedule_that_is_not_in_extra_state_follows_from_no_samples(tmp_path: Path) -> None:
