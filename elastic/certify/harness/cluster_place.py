@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.certify.harness.place import CPU_RANKS, MOST_RANKS, Place
 from elastic.errors import SpecError
-from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABELS
+from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL
 
 if TYPE_CHECKING:
     from elastic.cluster.nodes.providers import RayNode
@@ -91,9 +91,11 @@ def _seat(node: RayNode, on_gpu: bool) -> Seat:
 def pools(place: Place) -> list[dict[str, Any]]:
     """Of a job whose nodes are those of the place: as their labels name them, else by market and
     accelerator."""
+    from elastic.cluster.nodes.providers import pool_name
+
     found: dict[tuple[str, str, str], list[RayNode]] = {}
     for node in place.nodes:
-        name = next((node.labels[label] for label in POOL_LABELS if label in node.labels), "")
+        name = pool_name(node.labels)
         kind = node.labels.get(ACCELERATOR_LABEL, "GPU") if place.gpus else "CPU"
         found.setdefault((name, node.labels.get(MARKET_LABEL, "on-demand"), kind), []).append(node)
     ranks = {

@@ -154,7 +154,7 @@ def autoscaler_agent(quiet_s: float) -> Any:
 class _Open:
     """A request that is not answered yet. `coming_s`: when instances were last on their way for all
     of it, or for more of it than ever: one that does not come up is replaced by the autoscaler.
-    `failed_before`: launches of the pool that had failed when it was made. `uncovered`: the fewest
+    `failed_before`: launches of the pool that had failed at the last look. `uncovered`: the fewest
     of its nodes for which nothing was on its way. `started_s`: when something first was. `told`: it
     has failed, and what is on its way for it is taken still."""
 
@@ -204,7 +204,7 @@ class AutoscalerNodes(ClusterNodes):
         allowed = max(0, min(count, self._room(pool)))
         failed = self.desk.heard()[0].failed.get(pool, 0)
         now_s = time.monotonic()
-        self._open.append(_Open(pool, request_id, allowed, count - allowed, now_s, failed, allowed))
+        self._open.append(_Open(pool, request_id, allowed, count - allowed, now_s, failed, count))
         self._tell()
 
     def _room(self, pool: str) -> int:
@@ -277,7 +277,7 @@ class AutoscalerNodes(ClusterNodes):
         """What is paid for beside the run's nodes, where that has changed. Of the pool's instances
         on their way at most as many are this run's as it waits for; those of a request that it gave
         up stay its own until they have come. On Kubernetes nobody knows which pods have a machine:
-        none is told."""
+        none is reported."""
         leaving = Counter(pool for ray_id, pool in self._dropped.items() if ray_id in alive)
         events: list[Event] = []
         for pool in self.pools:

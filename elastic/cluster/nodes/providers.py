@@ -21,6 +21,7 @@ from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
 NODE_LABEL = "elastic-node"
+HEAD = "node:__internal_head__"  # a resource of the head alone
 SHOWN_MOST = 3  # nodes of no pool in one line
 
 
@@ -339,7 +340,7 @@ def _ray_node(entry: Mapping[str, Any]) -> RayNode:
     return RayNode(
         entry["NodeID"], entry["NodeManagerAddress"], entry["NodeManagerPort"], entry["Labels"],
         int(resources.get("CPU", 0)), int(resources.get("GPU", 0)),
-        "node:__internal_head__" in resources, host_bytes,
+        HEAD in resources, host_bytes,
     )  # fmt: skip
 
 

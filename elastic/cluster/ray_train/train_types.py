@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.catalog import same_gpu
 from elastic.cluster.nodes.node_types import types_here
-from elastic.cluster.nodes.providers import living, pool_name
+from elastic.cluster.nodes.providers import HEAD, living, pool_name
 from elastic.cluster.ray import _ray_private
 from elastic.cluster.ray.address import check_no_client, unreachable
 from elastic.errors import SpecError
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 ANSWER_MOST_S = 60.0  # of the head: a process may have to start there
 POOL = "workers"  # where neither the job nor the cluster names one
-HEAD = "node:__internal_head__"  # a resource of the head alone
 DEPRECATED = "DEPRECATED"
 MADE_UP = re.compile(r"ray_train_run-\d")  # a name that RunConfig has made by the clock
 SHOWN_AT = ("DEBUG", "INFO", "NOTSET")

@@ -195,8 +195,8 @@ class loop:
         caller = frame.f_back if frame is not None else None
         mine = {**by_name(self.optimizer), **{f"extra {k}": x for k, x in self.extra_state.items()}}
         lines = forgotten(caller, taken(self.model, mine))
-        if self.count is None and _whole_numbers(self.dataset[0]) > 1:
-            lines = (*lines, COUNTS_SAMPLES.format(_whole_numbers(self.dataset[0])))
+        if self.count is None and (n := _whole_numbers(self.dataset[0])) > 1:
+            lines = (*lines, COUNTS_SAMPLES.format(n))
         if not self.model.training:
             lines = (*lines, EVALUATES)
         run = Run(replace(self._program(), notes=lines), self.optimizer)

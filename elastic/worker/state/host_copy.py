@@ -353,7 +353,7 @@ class HostCopies:
         copy.filled.set()
         try:
             copy.on_device.synchronize()
-        except RuntimeError as error:  # whoever waits for the copy is told
+        except RuntimeError as error:  # whoever waits for the copy hears of it
             holds_lost(error)
         finally:
             copy.reading.set_result(None)

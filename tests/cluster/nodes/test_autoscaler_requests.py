@@ -171,6 +171,22 @@ def test_a_request_of_a_full_pool_waits_for_the_nodes_that_leave_it(
     assert nodes.news(there) == [RequestFailed("spot", "r2", "no capacity: 2 of 2 in use")]
 
 
+def test_a_part_that_comes_counts_as_an_answer_also_where_the_rest_waits_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of four have room, and one of them starts after three minutes: the next has as long."""
+    clock, reports = Clock(monkeypatch), {"now": AutoscalerReport()}
+    nodes = nodes_of(reports)
+    nodes.request("spot", 4, "r1")
+    clock.now_s += 170
+    reports["now"] = AutoscalerReport(coming={"spot": 1})
+    assert not failures(nodes)
+    clock.now_s += 20
+    assert not failures(nodes)
+    clock.now_s += 170
+    assert failures(nodes) == [RequestFailed("spot", "r1", "no capacity: no answer within 180 s")]
+
+
 def test_pods_that_may_have_no_machine_are_not_paid_for() -> None:
     reports = {"now": AutoscalerReport(coming={"spot": 2}, machines=False)}
     nodes = nodes_of(reports)
