@@ -33,8 +33,8 @@ class RestartTime:
 
 RACE = "docs/benchmarks.md, race: idle time over four preemptions and four replacements"
 RESTARTS = (
-    RestartTime("torchrun with tuned timeouts", dict.fromkeys(CAUSES, 64.3 / 8), RACE),
-    RestartTime("Ray Train 2.60 with tuned timeouts", dict.fromkeys(CAUSES, 114.0 / 8), RACE),
+    RestartTime("torchrun with tuned timeouts", dict.fromkeys(CAUSES, 76.3 / 8), RACE),
+    RestartTime("Ray Train 2.60 with tuned timeouts", dict.fromkeys(CAUSES, 112.9 / 8), RACE),
     RestartTime(
         "Ray Train 2.60 as it comes",
         {"loss": 82.6, "notice": 87.3, "growth": 14.4},
