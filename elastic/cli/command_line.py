@@ -19,8 +19,8 @@ the run began
 
 JOB is a folder with job.yaml and program.py; RUN is a run name, its folder or its URI;
 or how its name begins, or the name of a job: its newest run.
-Runs are stored in ./elastic_runs, unless the job's `storage`, --storage or $ELASTIC_STORAGE says
-otherwise."""
+Runs are stored in ./elastic_runs (under `ray job submit` in ~/elastic_runs), unless the job's
+`storage`, --storage or $ELASTIC_STORAGE says otherwise."""
 
 GROUPS = {  # file of elastic.cli -> its verbs
     "init_command": ("init",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +34,12 @@ def _stack(key: str, values: list[Any]) -> Tensor:
 
 
 def tensor_of(key: str, values: Any) -> Tensor:
+    """Unsigned numbers of 16 and 32 bits, as token files have them, become int64: no layer of torch
+    takes them."""
     if isinstance(values, Tensor):
         return values
+    if values.dtype in (np.uint16, np.uint32):
+        values = values.astype(np.int64)
     try:
         return torch.from_numpy(values)
     except TypeError as error:

@@ -41,18 +41,21 @@ DATED = re.compile(r"-\d{8}-\d{6}")
 ELSEWHERE = ".elsewhere"
 COMMAND = "command.json"  # in a run's folder: what was typed to start it, and where
 LOOKED_INTO = 50  # the newest runs, for the name of their job
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
+OF_SUBMITTED = "~/elastic_runs"  # its working directory is a copy that Ray removes
 
 
 def storage_uri(asked: str | None) -> str:
-    """Where runs lie: what was asked for, else $ELASTIC_STORAGE, else ./elastic_runs."""
-    return open_storage(asked or os.environ.get("ELASTIC_STORAGE") or DEFAULT_STORAGE).uri
+    """Where runs lie: what was asked for, else $ELASTIC_STORAGE, else ./elastic_runs; under `ray
+    job submit` ~/elastic_runs."""
+    default = OF_SUBMITTED if os.environ.get(SUBMITTED) else DEFAULT_STORAGE
+    return open_storage(asked or os.environ.get("ELASTIC_STORAGE") or default).uri
 
 
 def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFolder:
     """A run that is there; unless `exact` also by the name of its job, the newest one, or by how
     its name begins. Raises SpecError."""
-    places = [run] if "://" in run else [run, f"{storage_uri(storage)}/{run}"]
-    for place in places:
+    for place in _places(run, storage):
         found = RunFolder.of(open_storage(place))
         if found.exists():
             return found
@@ -66,6 +69,13 @@ def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFo
     if near and not begins:
         listed = f"; {meant(near)}"
     raise SpecError(f"no run '{run}' here or in {storage_uri(storage)}{what}{listed}")
+
+
+def _places(run: str, storage: str | None) -> list[str]:
+    if "://" in run:
+        return [run]
+    own = f"{storage_uri(storage)}/{run}"
+    return [run, own, *([] if storage else [f"{OF_SUBMITTED}/{run}"])]
 
 
 def _beginning(run: str, known: Mapping[str, RunFolder]) -> list[str]:
@@ -119,8 +129,7 @@ def _elsewhere(root: Storage) -> list[RunFolder]:
 def open_storage_of(run: str, storage: str | None = None, exact: bool = False) -> Storage:
     """The storage of a run, also of one that has checkpoints but no journal yet (imported). Raises
     SpecError."""
-    places = [run] if "://" in run else [run, f"{storage_uri(storage)}/{run}"]
-    for place in places:
+    for place in _places(run, storage):
         found = RunFolder.of(open_storage(place))
         if not found.exists() and found.storage.list("checkpoints/"):
             return found.storage

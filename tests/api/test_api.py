@@ -28,8 +28,9 @@ from elastic.driver import LINE_EVERY_S, restored
 from elastic.errors import JournalDamaged, ProgramError, SpecError, StateLost
 from elastic.ledger.journal import Journal, Line, built, plain, read
 from elastic.ledger.lease import Lease
-from elastic.ledger.run_folder import JournalCut
+from elastic.ledger.run_folder import JOURNAL, JournalCut, RunFolder
 from elastic.ledger.segments import StoredJournal
+from elastic.observe import find_runs
 from elastic.observe.run_view import view_of
 from elastic.policy.state.fold import State, fold
 from elastic.program import Program, load_program
@@ -112,6 +113,12 @@ def test_a_submitted_job_keeps_its_runs(
         == tmp_path / "home" / "elastic_runs" / "mine"
     )
     assert prepared(folder).address == "auto"
+    mine = RunFolder.of(open_storage("~/elastic_runs/mine"))
+    mine.storage.put(JOURNAL, b"")
+    assert find_runs.storage_uri(None) == mine.storage.uri.removesuffix("/mine")
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # a shell on the head
+    assert find_runs.open_run("mine").uri == mine.uri
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     monkeypatch.setenv("ELASTIC_STORAGE", str(tmp_path / "shared"))
     assert prepared(folder, run_name="mine").storage.root == tmp_path / "shared" / "mine"
 

@@ -191,6 +191,14 @@ def test_close_with_full_buffer() -> None:
     assert loader.close(120) and loader.close()
 
 
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+def test_numbers_of_token_files_become_those_that_layers_take(kind: type) -> None:
+    rows = np.lib.stride_tricks.sliding_window_view(np.arange(60_000, 60_010, dtype=kind), 5)[::5]
+    batch = collate([{"0": rows[0]}, {"0": rows[1]}])
+    assert torch.nn.Embedding(60_010, 1)(batch["0"]).shape == (2, 5, 1)
+    assert batch["0"][1].tolist() == [60_005, 60_006, 60_007, 60_008, 60_009]
+
+
 def test_collate_takes_tensors_arrays_and_numbers() -> None:
     fixed = np.arange(3, dtype=np.float32)
     fixed.flags.writeable = False  # as a read-only memory map is

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.api.running.local_pools import adapted
-from elastic.api.running.options import Options, default_storage, ray_address
+from elastic.api.running.options import Options, ray_address
 from elastic.config.hardware import check_writable, path_of, write_hardware
 from elastic.config.job import JobSpec, load_job
 from elastic.errors import SpecError
@@ -111,7 +111,7 @@ def profile(job: str | Path, wishes: ProfileRequest | None = None) -> tuple[Prof
 
     kind = _kind(spec, accelerator_here())
     check_writable(_path(wishes, kind))
-    keys, uri = spec.job(), find_runs.storage_uri(spec.storage or default_storage())
+    keys, uri = spec.job(), find_runs.storage_uri(spec.storage)
     wanted = MeasureRequest(
         model_profile_of(program, keys), spec.precision, spec.global_batch,
         wishes.seconds - START_S, uri, job=keys, some=samples_of(program, keys, MANY),

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from elastic.api.profiling.live_profile import new_id, planned_of
-from elastic.api.running.options import Options, default_storage
+from elastic.api.running.options import Options
 from elastic.api.running.run import run_job
 from elastic.config.job import load_job
 from elastic.errors import ElasticError, SpecError
@@ -96,7 +96,7 @@ def scaling_study(job: str | Path, wishes: ScalingRequest) -> ScalingStudy:
             f"--scale {numbers}: must be up to {MOST} numbers, each larger than the last"
         )
     specs = [load_job(job, _overrides(wishes.options, n)) for n in wishes.workers]
-    storage = find_runs.storage_uri(specs[0].storage or default_storage())
+    storage = find_runs.storage_uri(specs[0].storage)
     name = f"{specs[0].name}-scale-{time.strftime('%Y%m%d-%H%M%S')}"
     runs = tuple(_Scaled(f"{name}-{n}", storage, wishes).run(job, n) for n in wishes.workers)
     study = ScalingStudy(specs[0].name, runs)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TextIO
 
 from elastic.errors import SpecError, known_keywords
+from elastic.observe.find_runs import SUBMITTED
 from elastic.observe.metrics.metrics_files import OnStep
 
-SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -67,13 +67,3 @@ def ray_address(options: Options) -> str | None:
 
         check_reachable(address)
     return address
-
-
-def default_storage() -> str | None:
-    """Under `ray job submit` the working directory is a copy that Ray removes: runs go to the home
-    folder instead."""
-    return (
-        "~/elastic_runs"
-        if os.environ.get(SUBMITTED) and not os.environ.get("ELASTIC_STORAGE")
-        else None
-    )

@@ -19,7 +19,7 @@ from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
 from elastic.api.running.local_pools import adapted
 from elastic.api.running.observers import Observers, check_port
-from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
+from elastic.api.running.options import Options, check_run_name, ray_address
 from elastic.api.running.start_checks import (
     check_drill,
     check_program_not_done,
@@ -147,9 +147,7 @@ class JobRun:
         self.name = name
         check_port(options.metrics_port, {"metrics_port": spec.metrics_port})
         check_storage(spec.storage, name)
-        self.place = RunFolder.of(
-            open_storage(f"{find_runs.storage_uri(spec.storage or default_storage())}/{name}")
-        )
+        self.place = RunFolder.of(open_storage(f"{find_runs.storage_uri(spec.storage)}/{name}"))
         with self._phase("the program was read", "the program is read"):
             self._load(program)
         self.storage: Storage = self.place.storage

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from elastic.api.running.local_pools import adapted
 from elastic.api.running.observers import check_port
-from elastic.api.running.options import Options, check_run_name, default_storage, ray_address
+from elastic.api.running.options import Options, check_run_name, ray_address
 from elastic.catalog.validation import first_problem
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.config.fingerprint import KEY, code_digest, differences
@@ -79,7 +79,7 @@ def check_first(
     if data.get("storage") is not None or settled("storage"):
         check_storage(data.get("storage"), options.run_name or "")
         if options.run_name is not None and not options.from_checkpoint:
-            root = find_runs.storage_uri(data.get("storage") or default_storage())
+            root = find_runs.storage_uri(data.get("storage"))
             place = RunFolder.of(open_storage(f"{root}/{options.run_name}"))
             if not options.allow_changed:
                 check_args(args, place)
@@ -207,7 +207,7 @@ def keys_in(spec: JobSpec, *, restarted: bool = False) -> str:
 def check_storage(asked: str | None, run: str) -> None:
     """Raises SpecError where a folder cannot be written. `run`: the name of the run, where it is
     known. (What a service answers is heard when the run takes its lease.)"""
-    root = find_runs.storage_uri(asked or default_storage())
+    root = find_runs.storage_uri(asked)
     storage = open_storage(root)
     if not isinstance(storage, LocalStorage):
         return

@@ -56,6 +56,7 @@ NO_MATTER = {
     "ddp_static_graph", "ddp_backend", "ddp_timeout", "local_rank", "save_only_model",
     "save_on_each_node", "ignore_data_skip", "use_cpu", "gradient_checkpointing_kwargs",
     "activation_checkpointing_kwargs", "eval_accumulation_steps", "torch_empty_cache_steps",
+    "tf32",  # a setting of each worker's torch, which it makes itself
 }  # fmt: skip
 LAYOUT = "the layout is elastic's, layout='dp_shard=4' fixes one; leave it out"
 WHY = {

@@ -25,7 +25,7 @@ from elastic.config.masking import masked_text
 from elastic.errors import ElasticError, Interrupted, ProgramError, SpecError
 from elastic.types import Job
 from elastic.user_frames import log_text, raised_at, user_traceback
-from elastic.worker.loop import clipping
+from elastic.worker.loop import clipping, without_gpu
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
 from elastic.worker.loop.loop_model import GenerationAborted, outline_of
@@ -128,6 +128,8 @@ class ScriptSource:
             what = _instead(
                 found.group(1), [frame.name for frame in traceback.extract_tb(error.__traceback__)]
             )
+        if without_gpu.NO_GPU.search(str(error)):
+            what = f"{what.splitlines()[0]}: {without_gpu.ADVICE}"
         return " ".join(f"{where}: {what}".split())
 
 
@@ -188,6 +190,7 @@ def tried(
     why = "it has none"
     with ExitStack() as stack:
         stack.enter_context(clipping.refused())
+        stack.enter_context(without_gpu.answered())
         here.host = trial = Trial(stack, first, steps)
         try:
             source.run()

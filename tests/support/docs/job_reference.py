@@ -165,7 +165,7 @@ COPIES = {
         "the newest is read back before an older one is removed", "", "checkpoints.md"
     ),
     "storage": Words(
-        "folder of the runs, or `s3://bucket/prefix` (also `gs://`, `az://`); none = ./elastic_runs",
+        "folder of the runs, or `s3://bucket/prefix` (also `gs://`, `az://`); none = ./elastic_runs (under `ray job submit` ~/elastic_runs)",
         "",
         "storage.md",
     ),

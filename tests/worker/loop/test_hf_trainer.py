@@ -3,6 +3,8 @@ Trainer itself does, and what has no meaning here is refused by name."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +17,7 @@ from support.loop_reference import train_script_alone
 
 from elastic.data.order import sample_ids
 from elastic.errors import ProgramError, SpecError
+from elastic.worker.loop import without_gpu
 from elastic.worker.loop.hf_trainer import (
     NO_MATTER,
     TAKEN,
@@ -25,6 +28,7 @@ from elastic.worker.loop.hf_trainer import (
     job_keys,
     parts_of,
 )
+from elastic.worker.loop.script_host import capture
 
 transformers = pytest.importorskip(
     "transformers", reason="the models are of transformers (it is in the extra 'test')"
@@ -238,6 +242,29 @@ def test_arguments_as_keys_of_the_job(
         del said["steps"]
     given = transformers.TrainingArguments(**arguments(tmp_path, **more))
     assert job_keys(given, 6, 100) == {k: v for k, v in said.items() if v is not None}
+
+
+def test_arguments_for_gpus_on_a_machine_without(tmp_path: Path) -> None:
+    """The driver runs the script up to its loop on the head of a cluster."""
+    given = arguments(tmp_path, bf16=True, tf32=True, use_cpu=False)
+    (tmp_path / "train.py").write_text(
+        SCRIPT.format(model=OF_A_MODEL["classes"], arguments=given) + PREPARED.format(BATCH)
+    )
+    assert capture(tmp_path / "train.py", [], SEED).settings["precision"] == "bfloat16"
+    assert torch.backends.fp32_precision != "tf32"
+    with pytest.raises(ValueError, match="Your setup doesn't support bf16"):
+        transformers.TrainingArguments(**given)
+
+
+def test_the_module_of_arguments_may_be_loaded_by_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, without_gpu.ARGUMENTS)
+    with without_gpu.answered():
+        module = importlib.import_module(without_gpu.ARGUMENTS)
+        assert module.is_torch_bf16_gpu_available() and module.is_torch_tf32_available()
+        assert module.TrainingArguments is not transformers.TrainingArguments
+    assert not module.is_torch_bf16_gpu_available()
 
 
 def test_every_rank_has_as_many_parts() -> None:

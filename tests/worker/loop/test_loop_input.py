@@ -68,6 +68,18 @@ def refused(folder: Path, text: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine's GPU takes the model")
+def test_a_device_that_the_drivers_machine_has_not(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"train.py, line 8: .*leave \.to\('cuda'\) out, or"):
+        capture(
+            script(
+                tmp_path, HEAD + 'device = "cuda"\nmodel.to(device)\n' + ENTER + "        pass\n"
+            ),
+            [],
+            0,
+        )
+
+
 def test_a_good_script_runs(tmp_path: Path) -> None:
     losses = train_script_alone(script(tmp_path, GOOD), [], 0, 3)
     assert len(losses) == 3 and losses[2] < losses[0]
