@@ -85,20 +85,29 @@ def export(
     job, whose program says what that is; then adapters alone, or `merged` into the weights.
     `weights`: the type that they are written in ('bfloat16', 'int8', 'float8'). Raises
     SpecError."""
+    from elastic.models.weight_types import with_config
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
     from elastic.worker.program.job_program import with_frozen
 
     if job is None:
-        if weights:
+        if weights not in ("", "bfloat16"):
             raise SpecError(f"--weights {weights} needs --job JOB: the program knows its layers")
         if merged:
             raise SpecError(
                 "--merged needs --job JOB: the program knows the weights that its adapters belong "
                 "to"
             )
-        tied = checkpoints.tied_names(_specs_of(run))
-        beside = RunFolder.of(run).files()
-        return checkpoints.export(run, step, checkpoints.open_target(to), tied=tied, beside=beside)
+        specs, beside = _specs_of(run), RunFolder.of(run).files()
+        if weights:
+            beside = with_config(weights, beside)
+        return checkpoints.export(
+            run,
+            step,
+            checkpoints.open_target(to),
+            tied=checkpoints.tied_names(specs),
+            beside=beside,
+            bfloat16={spec.fqn for spec in specs if weights and not spec.buffer},
+        )
     spec, program = loaded(job)
     program, target = with_frozen(program, spec.job()), checkpoints.open_target(to)
     return checkpoints.export_for(

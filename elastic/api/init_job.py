@@ -80,8 +80,7 @@ def init(asked: NewJob) -> Written:
             f"--cluster {asked.cluster}: that is where it runs, not a file; write --on "
             f"{asked.cluster}, and --cluster FILE where the file is to have a name of its own"
         )
-    folder = Path(asked.folder)
-    name = folder.resolve().name.lower().replace("_", "-")
+    folder, name = Path(asked.folder), _name(asked)
     if not NAME.fullmatch(name):
         raise SpecError(
             f"{asked.folder}: a cluster cannot be called '{name}'; name the folder with letters, "
@@ -101,6 +100,11 @@ def init(asked: NewJob) -> Written:
     for path, text in wanted.items():
         _write(path, text)
     return Written(tuple(wanted), _then(asked))
+
+
+def _name(asked: NewJob) -> str:
+    """Of its job and of its cluster."""
+    return Path(asked.folder).resolve().name.lower().replace("_", "-")
 
 
 def _write(path: Path, text: str) -> None:
@@ -152,15 +156,34 @@ def _then(asked: NewJob) -> tuple[tuple[str, str], ...]:
     here = (f"elastic run {job} --cluster {file} --local", "on this machine, at once")
     if asked.place == "laptop":
         return (*checks, here)
-    start = {
-        "kubernetes": f"kubectl apply -f {file}",
-        "own-hosts": f"RAY_UP_enable_autoscaler_v2=0 ray up {file}",
-    }.get(asked.place, f"ray up {file}")
     submit = (
         "ray job submit --address http://127.0.0.1:8265 --working-dir . -- elastic run "
         f"{job} --cluster {file} --run-name first --supervise"
     )
-    return (*checks, here, (start, "start the cluster (docs/clusters.md)"), (submit, "the run"))
+    return (*checks, here, *_started(asked), (submit, "the run"))
+
+
+def _started(asked: NewJob) -> tuple[tuple[str, str], ...]:
+    """The cluster, its token, and the port to which jobs are submitted."""
+    file, name = asked.cluster_file, _name(asked)
+    start = "start the cluster (docs/clusters.md)"
+    if asked.place == "kubernetes":
+        token = f"kubectl get secret {name} -o jsonpath='{{.data.auth_token}}'"
+        return (
+            (f"kubectl apply -f {file}", start),
+            (f"kubectl port-forward svc/{name}-head-svc 8265 &", "the head's port, here"),
+            (
+                f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$({token} | base64 -d)",
+                "the token that the operator has made",
+            ),
+        )
+    up = "RAY_UP_enable_autoscaler_v2=0 ray up" if asked.place == "own-hosts" else "ray up"
+    return (
+        ("ray get-auth-token --generate", "once: ~/.ray/auth_token, which the file takes along"),
+        ("export RAY_AUTH_MODE=token", "without it Ray's commands do not show the token"),
+        (f"{up} {file}", start),
+        (f"ray dashboard {file} &", "the head's port 8265, here"),
+    )
 
 
 # ------------------------------------------------------------------------------------- questions

@@ -8,7 +8,7 @@ A matrix is quantised some rows at a time, by torchao itself: no export needs a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ def in_type(kind: str, program: Program, shapes: Shapes, *, parts: Parts) -> Typ
     with torch.device("meta"):
         model: nn.Module = program.model()
     if kind == "bfloat16":
-        return _in_bfloat16(_parameters(model, program), shapes, parts)
+        return in_bfloat16(_parameters(model, program), shapes, parts)
     return _quantised(kind, _matrices(model, program) & set(shapes), shapes, parts=parts)
 
 
@@ -51,8 +51,9 @@ def with_config(kind: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
     else would know how to read them."""
     if CONFIG not in files:
         raise SpecError(
-            f"--weights {kind}: this job's program puts no {CONFIG} beside its weights, by which "
-            "transformers would read them; elastic.models.huggingface.causal_lm does"
+            f"--weights {kind}: nothing puts a {CONFIG} beside these weights, by which "
+            "transformers would read them; elastic.models.huggingface has causal_lm for a Program "
+            "and files_of for a loop"
         )
     config = json.loads(files[CONFIG])
     if kind == "bfloat16":
@@ -84,7 +85,8 @@ def _matrices(model: nn.Module, program: Program) -> set[str]:
     }
 
 
-def _in_bfloat16(parameters: Collection[str], shapes: Shapes, parts: Parts) -> TypedWeights:
+def in_bfloat16(parameters: Container[str], shapes: Shapes, parts: Parts) -> TypedWeights:
+    """`parameters`: the names of those; buffers stay as they are."""
     changed = {
         name for name, (_, dtype) in shapes.items() if name in parameters and "float" in dtype
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cases import meeting
+from support.places import ROOT
 
 from elastic.api.init_job import KINDS, PLACES, NewJob, asked_for, init
 from elastic.cli.command_line import main
@@ -53,6 +54,22 @@ def test_files_are_short_and_say_where_to_go_on(capsys: pytest.CaptureFixture[st
     assert "hf download" in program and len(program.splitlines()) < 50
     assert "storage: gs://" in job and "name: my-job" in job and len(job.splitlines()) < 20
     assert "[gcs,huggingface]" in cluster and "cluster_name: my-job" in cluster
+
+
+def test_all_that_is_typed_from_the_files_to_a_run() -> None:
+    """As docs/clusters.md has it for the files of the repository."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    for place, file, n in (
+        ("aws", "cluster_configs/aws_p5_p4d_spot.yaml", 4),
+        ("kubernetes", "deploy/kubernetes/raycluster.yaml", 3),
+    ):
+        done = init(NewJob(f"{place}/my_job", place=place))
+        start = [command for command, _ in done.then[3:-1]]
+        assert len(start) == n
+        for command in start:
+            if not command.startswith("kubectl apply"):  # of several files, there
+                typed = command.replace(f"{place}/cluster.yaml", file).replace("my-job", "elastic")
+                assert typed in page
 
 
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:

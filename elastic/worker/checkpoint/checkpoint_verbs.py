@@ -18,7 +18,7 @@ from elastic.data.streams import STATE
 from elastic.errors import SpecError
 from elastic.models.lora import peft_config
 from elastic.models.nf4 import pack, unpack, whole_shape
-from elastic.models.weight_types import TypedWeights, in_type, with_config
+from elastic.models.weight_types import TypedWeights, in_bfloat16, in_type, with_config
 from elastic.program import Program
 from elastic.reshard.rank_boxes import EXTRA, LOSS_SCALE, RNG, first_values, state_specs
 from elastic.storage import Storage, open_storage
@@ -115,15 +115,18 @@ def export(
     *,
     tied: Mapping[str, str] | None = None,
     beside: Mapping[str, bytes] | None = None,
+    bfloat16: Container[str] = (),
     file_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
     byte read is checked. `tied`: as `tied_names`; they are written too, so that `load_state_dict`
-    finds every name. `beside`: files that are written beside them."""
+    finds every name. `beside`: files that are written beside them. `bfloat16`: names of those that
+    are written in it."""
     item = chosen(run, step)
     shapes, parts = _weights(checkpoint_index.open_checkpoint(item.uri), tied or {})
     most = FILE_BYTES if file_bytes is None else file_bytes
-    files = write_files(to, shapes, parts, file_bytes=most)
+    typed = in_bfloat16(bfloat16, shapes, parts)
+    files = write_files(to, typed.shapes, typed.parts, file_bytes=most)
     return _done(item, to, n_tensors=len(shapes), files=[*files, *_put(to, beside or {})])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
 )
 
+from elastic.api import checkpoint_actions
 from elastic.cli.command_line import main
 from elastic.errors import SpecError, StateLost
+from elastic.ledger.run_folder import RunFolder
 from elastic.program import Program, load_program
 from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
@@ -118,6 +120,25 @@ def test_weights_go_out_and_come_in_again(
         torch.equal(tensor, loaded.get_parameter(name))
         for name, tensor in weights_of(model).items()
     )
+
+
+def test_weights_of_a_scripts_run_in_bfloat16(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no job folder: its journal has the names of its parameters, its folder what stands
+    beside them."""
+    save_file(weights_of(trained(program)[0]), tmp_path / "in.safetensors")
+    import_state(str(tmp_path / "in.safetensors"), run_of(tmp_path), wanted(program))
+    specs = trace(program).specs
+    kept, left = specs[0], [replace(spec, buffer=True) for spec in specs[1:]]
+    monkeypatch.setattr(checkpoint_actions, "_specs_of", lambda run: (kept, *left))
+    monkeypatch.setattr(RunFolder, "files", lambda self: {"config.json": b"{}"})
+    checkpoint_actions.export(run_of(tmp_path), None, str(tmp_path / "out"), weights="bfloat16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name for name in found if found[name].dtype == torch.bfloat16} == {kept.fqn}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "bfloat16"}
+    with pytest.raises(SpecError, match="--weights int8 needs --job JOB"):
+        checkpoint_actions.export(run_of(tmp_path), None, str(tmp_path / "b"), weights="int8")
 
 
 def test_an_imported_state_is_whole(program: Program, tmp_path: Path) -> None:

@@ -139,9 +139,7 @@ def test_what_cannot_be_exported_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = replace(load_program(PROGRAMS / "hf_tiny.py"), files=None)
-    with pytest.raises(
-        SpecError, match=r"--weights float8: this job's program puts no config.json"
-    ):
+    with pytest.raises(SpecError, match=r"--weights float8: nothing puts a config.json"):
         export(plain, tmp_path, "float8")
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(
