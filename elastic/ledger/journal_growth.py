@@ -59,7 +59,7 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class Place:
+class JournalPlace:
     """How far a journal was read: through these parts, and the first `at` bytes of the text after
     them, with this checksum. `stamps`: of the parts' files, size and time; () = no files here.
     `epoch`, `last`, `sealed`: see Sieve."""
@@ -79,7 +79,7 @@ class JournalGrowth:
     it began from the first line: a journal that was cut, or that another driver's lines replaced,
     is read again from there."""
 
-    def __init__(self, run: RunFolder, place: Place | None = None) -> None:
+    def __init__(self, run: RunFolder, place: JournalPlace | None = None) -> None:
         if run.storage.remote:
             run = replace(run, storage=cast(Storage, ReadOnce(run.storage)))
         self._run = run
@@ -99,19 +99,19 @@ class JournalGrowth:
         self._n_lines = 0  # of the text that is read, for messages
         self._stamps: tuple[tuple[int, float], ...] = ()
 
-    def _resume(self, place: Place) -> None:
+    def _resume(self, place: JournalPlace) -> None:
         self._sieve = Sieve(place.epoch, place.last, sealed=place.sealed)
         self._parts = JournalParts(self._run.storage, place.names)
         self._n_parts, self._n_lines = len(place.names), place.n_lines
         self._at, self._crc, self._stamps = place.at, place.crc, place.stamps
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> JournalPlace | None:
         """Where another reader continues; None = the newest line is torn, or damaged."""
         if self.trouble or self._sieve.torn is not None or self._parts is None:
             return None
         names, sieve = self._parts.names[: self._n_parts], self._sieve
-        return Place(
+        return JournalPlace(
             names, self._stamps_of(names), self._at, self._crc, self._n_lines,
             sieve.epoch, sieve.last, sieve.sealed,
         )  # fmt: skip
