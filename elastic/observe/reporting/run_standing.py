@@ -23,7 +23,7 @@ from elastic.ledger.journal_growth import JournalGrowth, JournalPlace
 from elastic.ledger.run_folder import RunFolder, key_of
 from elastic.observe import find_runs
 from elastic.observe.accounting.accounts import Books
-from elastic.observe.accounting.sampled_curve import SampledCurve
+from elastic.observe.accounting.sampled_curve import SampledCurve, counts_until
 from elastic.observe.diagnosis.evidence import EvidenceReader
 from elastic.observe.reporting.run_seen import RunStanding, seen_of_run
 from elastic.observe.run_view import SKIPPED, Point, View
@@ -48,9 +48,12 @@ class _Readers:
     books: Books = field(default_factory=lambda: Books(keeps=KEPT_STEPS))
     evidence: EvidenceReader = field(default_factory=EvidenceReader)
     trend: SampledCurve = field(default_factory=SampledCurve)
+    deep: bool = False  # more was undone than is kept
 
     def take(self, line: Line) -> None:
         for change in changes((line,), self.view.state):
+            last = counts_until(change)
+            self.deep |= last is not None and last < self.view.reached - KEPT_STEPS
             for reader in (self.view, self.books, self.evidence, self.trend):
                 reader.take(change)
 
@@ -81,6 +84,7 @@ class _Kept:
     books: Books
     evidence: EvidenceReader
     trend: SampledCurve
+    deep: bool
 
 
 def standing_of_run(run: RunFolder) -> RunStanding:
@@ -108,6 +112,8 @@ def standing_of_run(run: RunFolder) -> RunStanding:
         readers.forget()
         if n >= LEAST_LINES:
             _keep(file, readers, growth)
+        if readers.deep:
+            return seen_of_run(run)
     return readers.standing()
 
 
@@ -134,7 +140,7 @@ def _keep(file: Path, readers: _Readers, growth: JournalGrowth) -> None:
         kept = _Kept(
             _code(), place, view.state, array("d", chain.from_iterable(rows)),
             replace(view, state=EMPTY, points=[]), replace(books, state=EMPTY, _places=None),
-            replace(evidence, state=EMPTY), readers.trend,
+            replace(evidence, state=EMPTY), readers.trend, readers.deep,
         )  # fmt: skip
         text = json.dumps(plain(kept), separators=(",", ":")).encode()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -168,5 +174,5 @@ def _known(file: Path) -> tuple[_Readers, JournalPlace | None]:
     state = kept.state
     return _Readers(
         replace(kept.view, state=state, points=points), replace(kept.books, state=state),
-        replace(kept.evidence, state=state), kept.trend,
+        replace(kept.evidence, state=state), kept.trend, kept.deep,
     ), kept.place  # fmt: skip

@@ -322,3 +322,20 @@ def test_elastic_status_reads_each_line_once(
         assert main(["status", str(local.folder), "--json"]) == 0
         said.add(capsys.readouterr().out)
     assert len(said) == 1 and taken == list(local.lines())
+
+
+class Deep(LongRun):
+    """A loss goes back far."""
+
+    def _enter(self, step: int, lost: int) -> Iterator[Line]:
+        return (yield from super()._enter(step, min(step, 30) if lost else 0))
+
+
+def test_where_more_was_undone_than_is_kept_the_whole_journal_is_read(
+    local: RunFolder, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_standing, "KEPT_STEPS", 25)
+    writer = driver(local, Deep(2, 160, 2, 4).lines())
+    while writer.write(23):
+        assert said(standing_of_run(local)) == said(seen_of_run(local))
+    assert max(one.steps_lost for one in seen_of_run(local).account.transitions) == 30
