@@ -28,6 +28,7 @@ os.environ["ELASTIC_HARDWARE"] = os.path.join(os.path.dirname(__file__), "nothin
 os.environ.setdefault(
     "ELASTIC_LAYOUTS", os.path.join(tempfile.gettempdir(), f"elastic-tests-layouts-{os.getuid()}")
 )
+os.environ["ELASTIC_STATUS"] = os.path.join(tempfile.gettempdir(), f"elastic-tests-{os.getpid()}")
 # Started in the background of a shell, or under nohup: what tests start would ignore them too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,6 +18,7 @@ from elastic.errors import JournalDamaged, SpecError
 from elastic.observe import find_runs, logs, run_tables
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.reporting.run_seen import seen_of_run
+from elastic.observe.reporting.run_standing import standing_of_run
 from elastic.text import n_of
 
 
@@ -89,7 +90,7 @@ def _ls(given: argparse.Namespace) -> int:
 
 def _status(given: argparse.Namespace) -> int:
     run = opened(given)
-    seen, holder = seen_of_run(run), api.holder(run.storage)
+    seen, holder = standing_of_run(run), api.holder(run.storage)
     view, goodput = seen.view, seen.account.totals.goodput
     if given.quiet and not given.json:
         print(run_tables.brief(view, holder, goodput))

@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic.config.masking import STARS, masked
 from elastic.types import Job, ModelProfile
+from elastic.version import PACKAGE
 
 JOB_KEYS = (
     "global_batch", "seed", "clip_grad_norm", "precision", "reduce_dtype", "float8", "args",
@@ -154,6 +155,19 @@ def digest_of_file(path: Path) -> str:
         return sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
         return ""
+
+
+@cache
+def digest_of_code(*places: str) -> str:
+    """Of all code in these folders of this package, or in these files."""
+    files = sorted(
+        file
+        for place in places
+        for file in (
+            [PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).rglob("*.py")
+        )
+    )
+    return _digest("".join(map(digest_of_file, files)))
 
 
 def _digest(text: str) -> str:

@@ -24,6 +24,8 @@ import re
 import sys
 import types as python_types
 import typing
+from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -51,6 +53,10 @@ from elastic.types.replacing import made
 
 log = logging.getLogger(__name__)
 
+if typing.TYPE_CHECKING:
+    Doubles = array[float]
+else:
+    Doubles = array  # Python 3.11 has no array[float]
 T = TypeVar("T")
 VERSION = 1
 VERSION_OF_STATE = 2  # of a line that holds a State
@@ -128,6 +134,8 @@ def _plain(value: Any) -> Any:
         return [[_plain(key), _plain(item)] for key, item in value.items()]
     if isinstance(value, list | tuple | Set):
         return [_plain(item) for item in value]
+    if isinstance(value, array):  # whatever it holds, bit by bit
+        return value.typecode + b64encode(value).decode()
     return str(value)
 
 
@@ -170,8 +178,10 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     if origin is tuple and Ellipsis not in args:
         readers = [_reader(arg) for arg in args]
         return lambda value: tuple(read(v) for read, v in zip(readers, value, strict=True))
-    if origin in (tuple, frozenset, Set):
-        item, kind = _reader(args[0]), tuple if origin is tuple else frozenset
+    if hint is array:
+        return lambda text: array(text[0], b64decode(text[1:]))
+    if origin in (tuple, list, set, frozenset, Set):
+        item, kind = _reader(args[0]), frozenset if origin is Set else origin
         return lambda value: kind([item(v) for v in value])
     if origin in (dict, Mapping):
         key, item = int if args[0] is int else _reader(args[0]), _reader(args[1])
@@ -340,12 +350,12 @@ class Sieve:
     """The whole lines of texts that follow each other. `last`: checksum of the newest; `damage`:
     where it ended for good, in the text that it was given last."""
 
-    def __init__(self, epoch: int = 0, last: str = NO_LINE) -> None:
+    def __init__(self, epoch: int = 0, last: str = NO_LINE, *, sealed: int | None = None) -> None:
         self.damage: Damage | None = None
         self._newest: str | bytes = last
-        self._epoch = epoch
-        self._torn: Damage | None = None
-        self._sealed: int | None = None  # the last epoch whose lines have checksums
+        self.epoch = epoch
+        self.torn: Damage | None = None
+        self.sealed = sealed  # the last epoch whose lines have checksums
 
     @property
     def last(self) -> str:
@@ -361,29 +371,27 @@ class Sieve:
                 continue
             try:
                 found = _parsed(one)
-                if not found.sealed and found.line.epoch == self._sealed:
+                if not found.sealed and found.line.epoch == self.sealed:
                     raise ValueError("its checksum is missing")
             except ValueError:
                 self.damage = (
-                    (self._torn or Damage(number, start))
-                    if self._torn or _MORE.search(one)
-                    else None
+                    (self.torn or Damage(number, start)) if self.torn or _MORE.search(one) else None
                 )
                 if self.damage:
                     return
-                self._torn = Damage(number, start)
+                self.torn = Damage(number, start)
                 continue
             line = found.line
-            if self._torn and (
-                line.epoch <= self._epoch or (found.sealed and found.after != self.last)
+            if self.torn and (
+                line.epoch <= self.epoch or (found.sealed and found.after != self.last)
             ):
-                self.damage = self._torn
+                self.damage = self.torn
                 return
-            self._torn, self._newest = None, one
-            if line.epoch >= self._epoch:
-                self._epoch = line.epoch
+            self.torn, self._newest = None, one
+            if line.epoch >= self.epoch:
+                self.epoch = line.epoch
                 yield line
-            self._sealed = line.epoch if found.sealed else self._sealed
+            self.sealed = line.epoch if found.sealed else self.sealed
 
 
 class Closing(Protocol):

@@ -4,14 +4,15 @@ line once, in a folder as in object storage, also while the journal is closed in
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+from zlib import crc32
 
 from elastic.ledger.journal import CLOSED, SEAL, Line, Sieve, crc_of, damaged
 from elastic.ledger.parts import PREFIX as PARTS
-from elastic.ledger.parts import JournalParts
+from elastic.ledger.parts import JournalParts, Name
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.segments import PREFIX
 from elastic.storage import Storage
@@ -57,11 +58,28 @@ class _Seen:
     parts: tuple[str, ...]
 
 
-class JournalGrowth:
-    """Reads what was added since the last call. `begun`: how often it began from the first line: a
-    journal that was cut, or that another driver's lines replaced, is read again from there."""
+@dataclass(frozen=True)
+class JournalPlace:
+    """How far a journal was read: through these parts, and the first `at` bytes of the text after
+    them, with this checksum. `stamps`: of the parts' files, size and time; () = no files here.
+    `epoch`, `last`, `sealed`: see Sieve."""
 
-    def __init__(self, run: RunFolder) -> None:
+    names: tuple[Name, ...]
+    stamps: tuple[tuple[int, float], ...]
+    at: int
+    crc: int
+    n_lines: int
+    epoch: int
+    last: str
+    sealed: int | None
+
+
+class JournalGrowth:
+    """Reads what was added since the last call, of the first one since `place`. `begun`: how often
+    it began from the first line: a journal that was cut, or that another driver's lines replaced,
+    is read again from there."""
+
+    def __init__(self, run: RunFolder, place: JournalPlace | None = None) -> None:
         if run.storage.remote:
             run = replace(run, storage=cast(Storage, ReadOnce(run.storage)))
         self._run = run
@@ -69,18 +87,46 @@ class JournalGrowth:
         self.trouble = ""  # why nothing more is read
         self._signs: _Seen | None = None
         self._begin()
+        if place is not None:
+            self._resume(place)
 
     def _begin(self) -> None:
         self.begun += 1
         self.trouble = ""
         self._sieve = Sieve()
         self._parts: JournalParts | None = None
-        self._n_parts, self._at, self._mark = 0, 0, b""
+        self._n_parts, self._at, self._crc, self._mark = 0, 0, 0, b""
         self._n_lines = 0  # of the text that is read, for messages
+        self._stamps: tuple[tuple[int, float], ...] = ()
 
-    def look(self) -> Iterator[Line]:
-        """Lines that nobody has read; to be taken to their end. Raises JournalDamaged for parts or
-        segments that are missing, SpecError where a newer version wrote it."""
+    def _resume(self, place: JournalPlace) -> None:
+        self._sieve = Sieve(place.epoch, place.last, sealed=place.sealed)
+        self._parts = JournalParts(self._run.storage, place.names)
+        self._n_parts, self._n_lines = len(place.names), place.n_lines
+        self._at, self._crc, self._stamps = place.at, place.crc, place.stamps
+
+    @property
+    def place(self) -> JournalPlace | None:
+        """Where another reader continues; None = the newest line is torn, or damaged."""
+        if self.trouble or self._sieve.torn is not None or self._parts is None:
+            return None
+        names, sieve = self._parts.names[: self._n_parts], self._sieve
+        return JournalPlace(
+            names, self._stamps_of(names), self._at, self._crc, self._n_lines,
+            sieve.epoch, sieve.last, sieve.sealed,
+        )  # fmt: skip
+
+    def _stamps_of(self, names: tuple[Name, ...]) -> tuple[tuple[int, float], ...]:
+        """In object storage nothing that is stored is changed, and each of them would be asked."""
+        storage, keys = self._run.storage, [name.key("xz") for name in names]
+        if storage.remote:
+            return ()
+        return tuple((storage.size(key), storage.modified_s(key)) for key in keys)
+
+    def look(self, part_read: Callable[[], object] | None = None) -> Iterator[Line]:
+        """Lines that nobody has read; to be taken to their end. `part_read`: is called behind the
+        last line of each part. Raises JournalDamaged for parts or segments that are missing,
+        SpecError where a newer version wrote it."""
         signs = self._seen()
         if signs == self._signs:
             return
@@ -90,10 +136,14 @@ class JournalGrowth:
             begins = 0
             if not self._continues(parts, text):
                 self._begin()
-            self._parts = parts
+            self._parts, self._stamps = parts, ()
             for name in parts.names[self._n_parts :]:
-                yield from self._taken(parts.read(name)[1], parts.storage.uri_of(name.key("xz")))
-                self._n_parts, self._at, self._mark = self._n_parts + 1, 0, b""
+                packed = parts.read(name)[1]
+                yield from self._taken(packed, parts.storage.uri_of(name.key("xz")))
+                self._n_parts, self._at = self._n_parts + 1, max(0, self._at - len(packed))
+                self._crc, self._mark = crc32(text[: self._at]), b""
+                if part_read is not None:
+                    part_read()
         yield from self._taken(text, str(self._run.journal), begins)
         self._signs = signs
 
@@ -126,9 +176,16 @@ class JournalGrowth:
         known = self._parts.names[: self._n_parts] if self._parts is not None else ()
         if parts.names[: self._n_parts] != known:
             return False
-        if len(parts.names) > self._n_parts:
-            text = parts.read(parts.names[self._n_parts])[1]
-        return text[max(0, self._at - MARK) : self._at] == self._mark
+        if self._stamps and self._stamps != self._stamps_of(known):
+            return False
+        begins = b""
+        for name in parts.names[self._n_parts :]:  # some may have been closed when they were read
+            if len(begins) >= self._at:
+                break
+            begins += parts.read(name)[1]
+        if len(begins) < self._at:
+            begins += text
+        return len(begins) >= self._at and crc32(begins[: self._at]) == self._crc
 
     def _taken(self, text: bytes, where: str, begins: int = 0) -> Iterator[Line]:
         """The whole lines that follow the place that was read to. `begins`: of the text, in its
@@ -148,6 +205,7 @@ class JournalGrowth:
             self.trouble = str(damaged(where, replace(damage, number=number)))
             return
         self._n_lines += added.count(NEWLINE)
+        self._crc = crc32(added, self._crc)
         self._at, self._mark = begins + end, text[max(0, end - MARK) : end]
 
 

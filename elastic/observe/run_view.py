@@ -229,30 +229,22 @@ class View:
         resumed from). A step that was undone is none of them, also where a driver was killed before
         it wrote down that the step was trained again."""
         found: dict[int, Point] = {}
+        told: dict[int, list[Point]] = {}  # by generation
+        for point in self.points:
+            told.setdefault(point.generation, []).append(point)
         # of which no more may have been written down
-        began = {p.generation: p.step - 1 for p in reversed(self.points)}
+        began = {generation: points[0].step - 1 for generation, points in told.items()}
         began |= {event.generation: event.step for _, event in self.entered}
         generation, last = max(began, default=0), self.step
         while generation in self.planned:
             resume = self.planned[generation].resume
-            first = began.get(generation, self._left_at(resume))
-            found |= {
-                p.step: p
-                for p in self.points
-                if p.generation == generation and first < p.step <= last
-            }
+            left_at = _left_at(resume, told.get(resume.generation, ()))
+            first = began.get(generation, left_at)
+            found |= {p.step: p for p in told.get(generation, ()) if first < p.step <= last}
             generation, last = resume.generation, min(last, first)
         # where these lines do not tell of its plan
         before = {p.step: p for p in self.points if p.step <= last}
         return sorted((before | found).values(), key=lambda p: p.step)
-
-    def _left_at(self, resume: Resume) -> int:
-        """The step that a generation began from, where no line tells: live memory is left later
-        than was planned."""
-        if resume.source != "live":
-            return resume.step
-        told = (p.step for p in self.points if p.generation == resume.generation)
-        return max([resume.step, *told])
 
     def add(self, line: Line) -> list[Note]:
         """Take in one line; returns what it adds to `notes`."""
@@ -351,6 +343,14 @@ class View:
                     self.saved = event
             case _:
                 pass
+
+
+def _left_at(resume: Resume, told: Iterable[Point]) -> int:
+    """The step that a generation began from, where no line tells: live memory is left later than
+    was planned. `told`: of the generation before."""
+    if resume.source != "live":
+        return resume.step
+    return max([resume.step, *(point.step for point in told)])
 
 
 def _without_plans(event: Decided) -> Decided:

@@ -19,7 +19,7 @@ from elastic.observe.accounting.accounts import Account
 from elastic.observe.accounting.transitions import Transition
 from elastic.observe.diagnosis.verdicts import RunVerdict, percent
 from elastic.observe.picture_parts import share_bar, table_of, trend
-from elastic.observe.reporting.run_seen import RunSeen
+from elastic.observe.reporting.run_seen import RunStanding
 from elastic.observe.run_view import View
 from elastic.observe.why_lines import when
 from elastic.text import duration
@@ -40,7 +40,7 @@ PHASES = {
 class StatusPicture:
     """`holder`: the driver that runs it now, '' = none."""
 
-    seen: RunSeen
+    seen: RunStanding
     holder: str
     verdicts: Sequence[RunVerdict]
 
@@ -82,21 +82,18 @@ class StatusPicture:
         return table
 
     def _rows(self, width: int) -> Iterator[tuple[str, RenderableType]]:
-        view, totals = self.seen.view, self.seen.account.totals
+        view, totals, steps = self.seen.view, self.seen.account.totals, self.seen.trend
         yield "step", _steps(view, width)
-        curve = view.curve()
-        if curve:
-            losses = [point.train_loss for point in curve]
-            yield "train_loss", f"{losses[-1]:.4f}  {trend(losses, TREND)}".rstrip()
+        if (loss := run_tables.loss(view)) is not None:
+            yield "train_loss", f"{loss:.4f}  {trend(steps.losses, TREND)}".rstrip()
         for step, found in list(view.evaluations.items())[-1:]:
             for name, value in found.items():
                 yield name, f"{value:.4f} at step {step}"
         speed = totals.tokens_per_s if view.ended else view.tokens_per_s()
         if speed:
-            recent = [p.tokens / p.step_time_s for p in curve if p.step_time_s > 0]
             each = view.step_time_s()
             step_s = f"  {each:.3g} s a step" if each else ""
-            yield f"{view.unit}/s", f"{speed:,.0f}  {trend(recent, TREND)}{step_s}"
+            yield f"{view.unit}/s", f"{speed:,.0f}  {trend(steps.rates, TREND)}{step_s}"
         yield from run_tables.standing(view)
 
     def _bound(self) -> Iterator[RenderableType]:

@@ -12,10 +12,10 @@ from support.storage.remote_folder import Remote
 from support.waiting import until
 
 from elastic.driver import drive
-from elastic.errors import SpecError
+from elastic.errors import JournalDamaged, SpecError
 from elastic.ledger import parts as parts_of
 from elastic.ledger import segments
-from elastic.ledger.journal import Journal, Line, MemoryJournal, Sieve, write_line
+from elastic.ledger.journal import CLOSED, Journal, Line, MemoryJournal, Sieve, write_line
 from elastic.ledger.journal_growth import JournalGrowth
 from elastic.ledger.run_folder import RunFolder
 from elastic.policy.state.fold import State
@@ -185,3 +185,56 @@ def test_of_a_file_that_grows_only_the_new_bytes_are_read(
             file.write(write_line(line(n)) + "\n")
         assert list(growth.look()) == [line(n)]
     assert taken == [len(write_line(line(n))) + 1 for n in range(200, 205)]
+
+
+def closed_and_read(place: RunFolder) -> tuple[JournalGrowth, list[Line]]:
+    """A reader came when a file was closed, and not packed yet."""
+    texts = ["".join(write_line(line(n)) + "\n" for n in numbers) for numbers in ((1, 2), (3, 4))]
+    (place.folder / CLOSED).write_text(texts[0])
+    place.journal.write_text(texts[1])
+    growth = JournalGrowth(place)
+    return growth, list(growth.look())
+
+
+def packed(place: RunFolder, number: int) -> None:
+    text = (place.folder / CLOSED).read_bytes()
+    place.storage.put(parts_of.Name(number, 1).key("xz"), parts_of.pack(text))
+    (place.folder / CLOSED).unlink()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_file_that_was_read_while_it_was_packed_is_not_read_again(
+    local: RunFolder, kept: bool
+) -> None:
+    """That of months was read from its first line every few hours."""
+    growth, read = closed_and_read(local)
+    if kept:  # by another reader
+        growth = JournalGrowth(local, growth.place)
+    packed(local, 0)
+    with local.journal.open("a") as file:
+        file.write(write_line(line(5)) + "\n")
+    local.journal.rename(local.folder / CLOSED)
+    local.journal.write_text(write_line(line(6)) + "\n")
+    packed(local, 1)
+    assert [one.at_s for one in (*read, *growth.look())] == [1, 2, 3, 4, 5, 6]
+    assert growth.begun == 1 and not growth.trouble
+
+
+def test_who_comes_later_continues_from_a_place(local: RunFolder) -> None:
+    growth, _ = closed_and_read(local)
+    with local.journal.open("a") as file:
+        file.write(write_line(line(5)) + "\n")
+    later = JournalGrowth(local, growth.place)
+    assert list(later.look()) == [line(5)] and later.begun == 1
+    packed(local, 0)
+    place = later.place
+    assert place is not None and list(JournalGrowth(local, place).look()) == []
+    key = parts_of.Name(0, 1).key("xz")
+    list(later.look())
+    place = later.place
+    text = bytearray(local.storage.get(key))
+    text[len(text) // 2] ^= 4
+    local.storage.put(key, bytes(text))
+    again = JournalGrowth(local, place)
+    with pytest.raises(JournalDamaged, match="was altered"):
+        list(again.look())

@@ -16,20 +16,19 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 from elastic.api.planning.made_up_data import with_made_up_data
-from elastic.config.fingerprint import digest_of_file
+from elastic.config.fingerprint import digest_of_code, digest_of_file
 from elastic.config.job import JobSpec
 from elastic.errors import SpecError
 from elastic.program import Program
 from elastic.types import Job, ModelProfile, Pool
 from elastic.types.grid import axes_of
 from elastic.types.typed_job import Axis
-from elastic.version import PACKAGE, python_path, version_of
+from elastic.version import python_path, version_of
 
 if TYPE_CHECKING:
     from elastic.worker.equivalence.layout_check import Verdict
@@ -46,6 +45,7 @@ KEYS = (
     "batch_norm",
 )  # of a job, that decide what is compared
 TELL_AFTER_S = 2.0
+COMPUTES = ("worker", "models", "data", "types/grid.py")  # an answer of other code is none
 OF_A_BODY = "the body of its loop trains on samples together as on each alone"
 AXES: tuple[str, ...] = get_args(Axis)
 
@@ -269,19 +269,12 @@ def _key(asked: Mapping[str, Any]) -> str:
         name: asked[name] for name in ("axes", "tps", "trusted")
     }
     parts |= {"function": asked.get("function", ""), "script": job["script"]}
-    parts |= {"code": _code(), "program": digest_of_file(program), "name": program.name}
+    parts |= {
+        "code": digest_of_code(*COMPUTES),
+        "program": digest_of_file(program),
+        "name": program.name,
+    }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-@cache
-def _code() -> str:
-    """Of what computes: an answer of other code is none."""
-    files = sorted(
-        file for folder in ("worker", "models", "data") for file in (PACKAGE / folder).rglob("*.py")
-    )
-    return hashlib.sha256(
-        "".join(map(digest_of_file, (*files, PACKAGE / "types" / "grid.py"))).encode()
-    ).hexdigest()[:16]
 
 
 def _file(asked: Mapping[str, Any]) -> Path:

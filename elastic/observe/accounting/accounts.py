@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic.ledger.journal import Line
+from elastic.ledger.journal import Doubles, Line
 from elastic.observe.accounting.loss_checks import LossChecks
 from elastic.observe.accounting.transitions import Transition, TransitionTimes, undone
 from elastic.policy.state.fold import EMPTY, Change, State, changes
@@ -122,35 +122,35 @@ class _Step:
     shares: tuple[float, ...]
 
 
+@dataclass
 class _Steps:
     """The oldest first, as plain numbers: a run of months has millions."""
 
-    def __init__(self) -> None:
-        self._rows = array("d")
+    rows: Doubles = field(default_factory=lambda: array("d"))
 
     def __len__(self) -> int:
-        return len(self._rows) // STEP_NUMBERS
+        return len(self.rows) // STEP_NUMBERS
 
     def append(self, one: _Step) -> None:
         paid = one.gathered
-        self._rows.extend(
+        self.rows.extend(
             (one.step, one.tokens, one.train_loss, paid.seconds, paid.gpu_s, paid.usd, paid.wall_s,
             *one.shares)
         )  # fmt: skip
 
     @property
     def newest(self) -> _Step | None:
-        if not self._rows:
+        if not self.rows:
             return None
-        step, tokens, train_loss, seconds, gpu_s, usd, wall_s, *shares = self._rows[-STEP_NUMBERS:]
+        step, tokens, train_loss, seconds, gpu_s, usd, wall_s, *shares = self.rows[-STEP_NUMBERS:]
         paid = _Amount(seconds, gpu_s, usd, wall_s)
         return _Step(int(step), int(tokens), train_loss, paid, tuple(shares))
 
     def drop_newest(self) -> None:
-        del self._rows[-STEP_NUMBERS:]
+        del self.rows[-STEP_NUMBERS:]
 
     def drop_oldest(self, n: int) -> None:
-        del self._rows[: n * STEP_NUMBERS]
+        del self.rows[: n * STEP_NUMBERS]
 
 
 @dataclass(slots=True)

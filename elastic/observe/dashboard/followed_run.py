@@ -136,11 +136,7 @@ class FollowedRun:
             del self.view.points[:-RECENT]
             for generation in sorted(self.view.planned)[:-KEPT_PLANS]:
                 del self.view.planned[generation]
-            facts = self.evidence.generations
-            longest = max(facts, key=lambda number: facts[number].spent_s, default=0)
-            for generation in sorted(facts)[:-KEPT_PLANS]:
-                if generation != longest:
-                    del facts[generation]
+            self.evidence.forget(KEPT_PLANS)
             self.history.usd_at.clear()
             del self.history.moments[:-1]
             self.version += 1

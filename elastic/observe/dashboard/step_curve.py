@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from elastic.observe.accounting.sampled_curve import counts_until
 from elastic.policy.state.fold import Change
-from elastic.types import PlanEntered, StepDone
+from elastic.types import StepDone
 
 CHARTED = ("train_loss", "tokens_per_s", "step_time_s", "usd", "grad_norm")
 DIGITS = 6  # that a chart can show
@@ -45,15 +46,12 @@ class StepCurve:
         return len(self.steps)
 
     def take(self, change: Change) -> None:
-        event, after = change.event, change.after
-        if isinstance(event, StepDone):
-            if after.last_step is event:  # else it is one of another generation
-                self._cut(event.step - 1)
-                self._append(event, change)
-        elif isinstance(event, PlanEntered):
-            target = change.before.target
-            if target is not None and target.generation == event.generation:
-                self._cut(event.step)
+        last = counts_until(change)
+        if last is None:
+            return
+        self._cut(last)
+        if isinstance(change.event, StepDone):
+            self._append(change.event, change)
 
     def _append(self, done: StepDone, change: Change) -> None:
         self.steps.append(done.step)

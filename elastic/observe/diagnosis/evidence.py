@@ -26,11 +26,14 @@ from elastic.types import (
     WorkerId,
 )
 
+MOST = 1 << 16  # steps of a generation that medians are taken of
+
 
 @dataclass
 class GenerationFacts:
-    """Steps of one generation without its first one, which also builds and compiles, in any order.
-    `spent_s`: in all of them; `timed`: the newest report of how fast each rank computes."""
+    """Steps of one generation without its first one, which also builds and compiles, in any order;
+    of more than MOST each second one, or each fourth, and so on (`every`). `spent_s`: in all of
+    them; `timed`: the newest report of how fast each rank computes."""
 
     plan: Plan
     steps_s: list[float] = field(default_factory=list)
@@ -40,6 +43,7 @@ class GenerationFacts:
     profile: str = ""  # the newest one that a rank has written
     n_seen: int = 0
     spent_s: float = 0.0
+    every: int = 1
 
     @property
     def step_s(self) -> float:
@@ -52,11 +56,18 @@ class GenerationFacts:
         self.n_seen += 1
         if self.n_seen == 1 or done.step_time_s <= 0:
             return
-        self.steps_s.append(done.step_time_s)
         self.spent_s += done.step_time_s
+        if self.n_seen % self.every:
+            return
+        self.steps_s.append(done.step_time_s)
         self.computing_s.append(max(0.0, done.step_time_s - done.data_s - done.copy_s))
         if done.imbalance:
             self.imbalance.append(done.imbalance)
+        if len(self.steps_s) > MOST:
+            self.every *= 2
+            self.computing_s.sort()  # each second one is as good a sample then
+            for numbers in (self.steps_s, self.computing_s, self.imbalance):
+                del numbers[::2]
 
 
 @dataclass
@@ -174,11 +185,22 @@ class EvidenceReader:
         if now is not None and now.generation in self.generations:
             self.generations[now.generation].plan = now
 
+    @property
+    def main(self) -> GenerationFacts | None:
+        """The one that trained longest; None = none has made enough steps."""
+        enough = [one for one in self.generations.values() if len(one.steps_s) >= LEAST]
+        return max(enough, key=lambda one: one.spent_s, default=None)
+
+    def forget(self, kept: int) -> None:
+        """Of all but the newest generations, and the one that trained longest."""
+        main = self.main
+        for number in sorted(self.generations)[:-kept]:
+            if self.generations[number] is not main:
+                del self.generations[number]
+
     def found(self, account: Account) -> Evidence:
         """As it stands, without `parts`."""
-        enough = [one for one in self.generations.values() if len(one.steps_s) >= LEAST]
-        main = max(enough, key=lambda one: one.spent_s, default=None)
         return Evidence(
-            self.state, account, main, self.nodes, self.node_speeds, self.devices, self.links,
+            self.state, account, self.main, self.nodes, self.node_speeds, self.devices, self.links,
             self.checkpoints, self.replica_slowed_s,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.observe.accounting.accounts import Account, Books
+from elastic.observe.accounting.sampled_curve import SampledCurve
 from elastic.observe.diagnosis.evidence import Evidence, EvidenceReader
 from elastic.observe.reporting.capacity_history import CapacityHistory
 from elastic.observe.reporting.story import Incidents
@@ -17,10 +18,17 @@ from elastic.policy.state.fold import changes
 
 
 @dataclass(frozen=True)
-class RunSeen:
+class RunStanding:
+    """What a status is drawn of. `trend`: of its steps."""
+
     view: View
     account: Account
     evidence: Evidence
+    trend: SampledCurve
+
+
+@dataclass(frozen=True)
+class RunSeen(RunStanding):
     history: CapacityHistory
     incidents: Incidents
 
@@ -33,9 +41,9 @@ def seen_of_run(run: RunFolder) -> RunSeen:
 
 def seen_of(lines: Iterable[Line]) -> RunSeen:
     view, books, history = View(), Books(), CapacityHistory()
-    evidence, incidents = EvidenceReader(), Incidents()
+    evidence, trend, incidents = EvidenceReader(), SampledCurve(), Incidents()
     for change in changes(lines):
-        for reader in (view, books, history, evidence, incidents):
+        for reader in (view, books, history, evidence, trend, incidents):
             reader.take(change)
     account = books.closed()
-    return RunSeen(view, account, evidence.found(account), history, incidents)
+    return RunSeen(view, account, evidence.found(account), trend, history, incidents)

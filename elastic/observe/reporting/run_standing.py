@@ -1,0 +1,178 @@
+"""How a run stands, however long it is: what has read its journal is kept in the user's cache
+folder, with the place that it has come to, and continues from there.
+
+It holds for the code that has read, and where the journal still begins with what was read; else the
+journal is read from its first line. Where few lines were read nothing is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from array import array
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+
+from elastic.config.fingerprint import digest_of_code
+from elastic.errors import SpecError
+from elastic.ledger.journal import Doubles, Line, built, crc_of, plain
+from elastic.ledger.journal_growth import JournalGrowth, JournalPlace
+from elastic.ledger.run_folder import RunFolder, key_of
+from elastic.observe import find_runs
+from elastic.observe.accounting.accounts import Books
+from elastic.observe.accounting.sampled_curve import SampledCurve, counts_until
+from elastic.observe.diagnosis.evidence import EvidenceReader
+from elastic.observe.reporting.run_seen import RunStanding, seen_of_run
+from elastic.observe.run_view import SKIPPED, Point, View
+from elastic.policy.state.fold import EMPTY, State, changes
+from elastic.text import DAY_S
+
+# names the folder where it is kept, instead of one in the user's cache
+PLACE = "ELASTIC_STATUS"
+LEAST_LINES = 2000  # that were read: fewer are read again as fast
+KEEP_S = 10.0  # between two times in one reading: what is interrupted is not for nothing
+KEPT_STEPS = 50_000  # that may still be undone; see Books
+KEPT_PLANS, KEPT_FACTS = 16, 8  # of the newest generations
+TOLD = ("CopyFailed", "CopyDamaged", SKIPPED)  # kinds of notes
+OLD_S = 90 * DAY_S  # what nobody has continued from for so long is removed
+
+
+@dataclass
+class _Readers:
+    """Of all that a status tells, and of no more: bounded however long the run is."""
+
+    view: View = field(default_factory=View)
+    books: Books = field(default_factory=lambda: Books(keeps=KEPT_STEPS))
+    evidence: EvidenceReader = field(default_factory=EvidenceReader)
+    trend: SampledCurve = field(default_factory=SampledCurve)
+    deep: bool = False  # more was undone than is kept
+
+    def take(self, line: Line) -> None:
+        for change in changes((line,), self.view.state):
+            last = counts_until(change)
+            self.deep |= last is not None and last < self.view.reached - KEPT_STEPS
+            for reader in (self.view, self.books, self.evidence, self.trend):
+                reader.take(change)
+
+    def forget(self) -> None:
+        view = self.view
+        del view.points[:-KEPT_STEPS]
+        view.noise.clear()
+        view.notes = [note for note in view.notes if note.kind in TOLD]
+        for generation in sorted(view.planned)[:-KEPT_PLANS]:
+            del view.planned[generation]
+        self.evidence.forget(KEPT_FACTS)
+
+    def standing(self) -> RunStanding:
+        account = self.books.closed()
+        return RunStanding(self.view, account, self.evidence.found(account), self.trend)
+
+
+@dataclass
+class _Kept:
+    """The readers as they are written down: the State of all of them once, and the view's points as
+    numbers."""
+
+    code: str
+    place: JournalPlace
+    state: State
+    points: Doubles
+    view: View
+    books: Books
+    evidence: EvidenceReader
+    trend: SampledCurve
+    deep: bool
+
+
+def standing_of_run(run: RunFolder) -> RunStanding:
+    """Raises SpecError where the journal says nothing."""
+    file = _file(run)
+    readers, place = _known(file)
+    growth, n, kept_s = JournalGrowth(run, place), 0, time.monotonic()
+
+    def part_read() -> None:
+        nonlocal kept_s
+        readers.forget()
+        if n and time.monotonic() > kept_s + KEEP_S:
+            _keep(file, readers, growth)
+            kept_s = time.monotonic()
+
+    with find_runs.uncollected():
+        for line in growth.look(part_read):
+            if not n and growth.begun > 1:
+                readers = _Readers()
+            readers.take(line)
+            n += 1
+        another = not n and growth.begun > 1
+        if another or growth.trouble or readers.view.state is EMPTY:
+            return seen_of_run(run)  # which says what is wrong
+        readers.forget()
+        if n >= LEAST_LINES:
+            _keep(file, readers, growth)
+        if readers.deep:
+            return seen_of_run(run)
+    return readers.standing()
+
+
+def _file(run: RunFolder) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(os.environ.get(PLACE) or f"{base}/elastic/status").expanduser()
+    return folder / f"{key_of(run.uri)}.json"
+
+
+def _code() -> str:
+    return digest_of_code("types", "config", "planner", "policy", "ledger", "observe")
+
+
+def _keep(file: Path, readers: _Readers, growth: JournalGrowth) -> None:
+    """Where it cannot be written the journal is read again."""
+    view, books, evidence = readers.view, readers.books, readers.evidence
+    with suppress(OSError):
+        if (place := growth.place) is None:
+            return
+        rows = (
+            (p.step, p.train_loss, p.at_s, p.generation, p.tokens, p.step_time_s)
+            for p in view.points
+        )
+        kept = _Kept(
+            _code(), place, view.state, array("d", chain.from_iterable(rows)),
+            replace(view, state=EMPTY, points=[]), replace(books, state=EMPTY, _places=None),
+            replace(evidence, state=EMPTY), readers.trend, readers.deep,
+        )  # fmt: skip
+        text = json.dumps(plain(kept), separators=(",", ":")).encode()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        half = file.with_suffix(f".{os.getpid()}")
+        half.write_bytes(crc_of(text).encode() + b"\n" + text)
+        half.replace(file)
+        for other in file.parent.iterdir():
+            if other.stat().st_mtime < time.time() - OLD_S:
+                other.unlink(missing_ok=True)
+
+
+def _known(file: Path) -> tuple[_Readers, JournalPlace | None]:
+    """What this user has kept, with code like this."""
+    try:
+        crc, _, text = file.read_bytes().partition(b"\n")
+        if crc_of(text).encode() != crc or file.stat().st_uid != os.getuid():
+            return _Readers(), None
+        data = json.loads(text)
+        if data["code"] != _code():
+            return _Readers(), None
+        kept = built(_Kept, data)
+    except (OSError, ValueError, KeyError, TypeError, SpecError):
+        return _Readers(), None
+    each = iter(kept.points)
+    points = [
+        Point(int(step), train_loss, at_s, int(generation), int(tokens), step_time_s)
+        for step, train_loss, at_s, generation, tokens, step_time_s in zip(
+            each, each, each, each, each, each, strict=True
+        )
+    ]
+    state = kept.state
+    return _Readers(
+        replace(kept.view, state=state, points=points), replace(kept.books, state=state),
+        replace(kept.evidence, state=state), kept.trend, kept.deep,
+    ), kept.place  # fmt: skip
