@@ -387,6 +387,44 @@ def test_ray_trains_own_question_has_one_answer_on_all_ranks(
     assert len(set(told)) == 1 and told[0].endswith("[1]"), told
 
 
+REPORTS = """
+import tempfile, ray.train
+checkpoint, first = ray.train.get_checkpoint(), 1
+if checkpoint:
+    with checkpoint.as_directory() as folder:
+        print("found", *sorted(os.listdir(folder)), flush=True)
+        first = int(open(f"{folder}/part-{rank}").read()) + 1
+for step in range(first, first + 3):
+    if (rank, first, step) == (1, 1, 3):
+        os.kill(os.getpid(), 9)
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/part-{rank}", "w") as file:
+            file.write(str(step))
+        checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"loss": 1 / step, "rate": rank + 0.5}, checkpoint=checkpoint)
+"""
+
+
+@pytest.mark.e2e
+def test_the_next_group_resumes_from_the_last_reported_checkpoint(
+    made: Made, capfd: pytest.CaptureFixture[str]
+) -> None:
+    group = made(A, C, script=MEETS + REPORTS)
+    group.enter()
+    (failed,) = group.all(WorkerFailed, 1)
+    assert (failed.worker, failed.kind) == (C, "infrastructure")
+    group.order(Abort(1))
+    group.all(Quiesced, 2)
+    group.enter(2, step=2, resume="durable")
+    group.all(ScriptEnded, 2)
+    steps = group.all(StepDone, 5)
+    assert [(e.step, e.train_loss) for e in steps] == [(n, 1 / n) for n in range(1, 6)]
+    assert {e.logged["rate"] for e in steps} == {0.5}, "rank 0's count"
+    assert [e.step for e in group.all(PlanEntered, 2)] == [0, 2]
+    found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("found")]
+    assert found == ["found part-0 part-1"] * 2
+
+
 @pytest.mark.e2e
 def test_who_was_told_of_a_notice_may_leave_with_any_code(made: Made) -> None:
     """It is not the end of the script: the next group resumes from what it has saved."""
@@ -474,7 +512,8 @@ def test_a_question_goes_to_the_supervisor_and_back() -> None:
     mine, theirs = socket.socketpair()
     ask = asker(theirs)
     mine.sendall(b'{"deadline_ms": 5, "ranks": {"a": [1]}}\n')
-    assert ask() == {"deadline_ms": 5, "ranks": {"a": [1]}}
-    assert mine.recv(10) == b"?\n"
+    assert ask(ask="report", given=True) == {"deadline_ms": 5, "ranks": {"a": [1]}}
+    assert mine.recv(100) == b'{"ask": "report", "given": true}\n'
     mine.close()
+    assert ask(ask="report") is None, "nobody answers any more"
     theirs.close()
