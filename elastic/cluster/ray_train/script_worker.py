@@ -112,7 +112,8 @@ class ScriptTrainWorker:
 
     def get_context(self) -> ray.train.TrainContext:
         """The ranks are those of the environment, as torchrun sets it."""
-        return _ray_private.train_context(self._run_uri, self._ranks)
+        found: ray.train.TrainContext = _ray_private.train_context(self._run_uri, self._ranks)
+        return found
 
     def get_preemption_info(self) -> Any:
         """None, or what is known of a notice, on all ranks the same."""

@@ -425,6 +425,33 @@ def test_the_next_group_resumes_from_the_last_reported_checkpoint(
     assert found == ["found part-0 part-1"] * 2
 
 
+ALONE = """
+import ray.train
+while not os.path.exists("go"):
+    time.sleep(0.01)
+ray.train.report({"step": 7, "loss": 1.0})
+info = ray.train.get_preemption_info()
+print("told", info and info.preempted_ranks, flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_ranks_answer_each_other_without_the_driver_that_started_them(
+    made: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And are told of a notice by the next one."""
+    group = made(A, C, script=MEETS + ALONE)
+    group.enter()
+    group.all(PlanEntered, 1)
+    group.stores.clear()
+    group.order(Quiesce(1, grace_s=60.0, cause="notice", leaving=("b",)))
+    (tmp_path / "go").touch()
+    assert [e.step for e in group.all(StepDone, 1)] == [7]
+    group.all(Quiesced, 2)
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("told")]
+    assert told == ["told [1]"] * 2
+
+
 @pytest.mark.e2e
 def test_who_was_told_of_a_notice_may_leave_with_any_code(made: Made) -> None:
     """It is not the end of the script: the next group resumes from what it has saved."""
