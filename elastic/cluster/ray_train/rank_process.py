@@ -320,7 +320,7 @@ class RankProcess:
         threading.Thread(
             target=self._questions.answer, args=(mine,), name="questions", daemon=True
         ).start()
-        self._remove_copies(place, but=self._copies.name)
+        self._remove_copies(place, older=True)
         return theirs, {
             "socket": theirs.fileno(), "run_uri": self.run_uri, "checkpoint": checkpoint,
             "generation": self.plan.generation, "resumed": bool(self.plan.resume.step),
@@ -332,12 +332,13 @@ class RankProcess:
         """Where the ranks of this node keep a checkpoint that they have fetched."""
         return copies_of(self.run_uri, self.me.node_id) / str(self.plan.generation)
 
-    def _remove_copies(self, place: RankPlace, but: str = "") -> None:
+    def _remove_copies(self, place: RankPlace, older: bool = False) -> None:
         """The first rank of a node does it for all."""
         if place.local_rank == 0 and self._questions is not None:
-            for generation in self._copies.parent.glob("*"):
-                if generation.name != but:
-                    shutil.rmtree(generation, ignore_errors=True)
+            mine = self._copies
+            for folder in mine.parent.glob("*") if older else [mine.parent]:
+                if folder != mine:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _look(self, child: subprocess.Popen[str], place: RankPlace) -> None:
         now_s = time.monotonic()

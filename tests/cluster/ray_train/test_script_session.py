@@ -20,6 +20,7 @@ from support.waiting import until
 
 from elastic.cluster.ray_train import rank_process
 from elastic.cluster.ray_train.rank_process import here, listens, n_guests
+from elastic.cluster.ray_train.script_checkpoints import copies_of
 from elastic.cluster.ray_train.script_child import PARENT, asker
 from elastic.cluster.ray_train.script_session import ScriptSession
 from elastic.types import (
@@ -78,12 +79,19 @@ LISTENS = "signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))\nprint('listens
 class Group:
     """Sessions of workers, by name of their nodes, and a store for each generation."""
 
-    def __init__(self, folder: Path, *workers: WorkerId, script: str, args: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        *workers: WorkerId,
+        script: str,
+        args: tuple[str, ...] = (),
+        uri: str = "",
+    ):
         file = folder / "train.py"
         file.write_text(script)
         job = {"script": str(file), "args": args, "cwd": str(folder), "restarted": True}
         self.workers, self.stores = workers, dict[int, Any]()
-        self.sessions = {w: ScriptSession(w, job, f"{folder}/runs/r") for w in workers}
+        self.sessions = {w: ScriptSession(w, job, uri or f"{folder}/runs/r") for w in workers}
         self.heard: dict[WorkerId, list[Event]] = {w: [] for w in workers}
         self._seen = dict.fromkeys(workers, 0)
 
@@ -133,8 +141,8 @@ Made = Callable[..., Group]
 def made(tmp_path: Path) -> Iterator[Made]:
     groups: list[Group] = []
 
-    def make(*workers: WorkerId, script: str, args: tuple[str, ...] = ()) -> Group:
-        groups.append(Group(tmp_path, *workers, script=script, args=args))
+    def make(*workers: WorkerId, **given: Any) -> Group:
+        groups.append(Group(tmp_path, *workers, **given))
         return groups[-1]
 
     yield make
@@ -406,10 +414,12 @@ for step in range(first, first + 3):
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("place", ["folder", pytest.param("s3", marks=pytest.mark.whole)])
 def test_the_next_group_resumes_from_the_last_reported_checkpoint(
-    made: Made, capfd: pytest.CaptureFixture[str]
+    made: Made, place: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    group = made(A, C, script=MEETS + REPORTS)
+    uri = "" if place == "folder" else request.getfixturevalue("s3").uri + "/r"
+    group = made(A, C, script=MEETS + REPORTS, uri=uri)
     group.enter()
     (failed,) = group.all(WorkerFailed, 1)
     assert (failed.worker, failed.kind) == (C, "infrastructure")
@@ -423,6 +433,7 @@ def test_the_next_group_resumes_from_the_last_reported_checkpoint(
     assert [e.step for e in group.all(PlanEntered, 2)] == [0, 2]
     found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("found")]
     assert found == ["found part-0 part-1"] * 2
+    assert not copies_of(uri, "a").exists() and not copies_of(uri, "b").exists()
 
 
 ALONE = """
