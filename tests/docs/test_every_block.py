@@ -156,6 +156,7 @@ OTHERS = {
     "script.md": {
         "whole = [": "docs/test_script_page.py::test_a_trainer_resumes_from_the_newest_whole_checkpoint",
         "# train.py": "docs/test_script_page.py::test_the_command_of_the_page",
+        "# train_function.py": "docs/test_script_page.py::test_the_command_of_the_page",
         "- torchrun": "docs/test_script_page.py::test_the_script_needs_no_change",
     },
     "heterogeneous-gpus.md": {

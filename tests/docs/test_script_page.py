@@ -23,6 +23,7 @@ PAGE = (ROOT / "docs" / "script.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMAND = BLOCKS[0][1].strip()
 SCRIPT = next(text for kind, text in BLOCKS if kind == "python")
+TRAIN_FUNCTION = next(text for _, text in BLOCKS if text.startswith("# train_function.py"))
 POOLS = [
     {"name": "spot", "market_type": "spot", "max_nodes": 2},
     {"name": "on-demand", "max_nodes": 1},
@@ -74,8 +75,13 @@ def test_the_page_names_the_keys_and_the_bound() -> None:
 
 
 @pytest.mark.whole
-def test_the_command_of_the_page(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [(SCRIPT, "step 60: loss"), (TRAIN_FUNCTION, "ray.train.report 60: ")],
+    ids=["script", "train function"],
+)
+def test_the_command_of_the_page(tmp_path: Path, script: str, printed: str) -> None:
+    (tmp_path / "train.py").write_text(script)
     (tmp_path / "drill.yaml").write_text("- {at_step: 12, kill: any-spot}\n")
     words, arguments = COMMAND.split(" -- ")
     process = subprocess.Popen(
@@ -111,5 +117,7 @@ def test_the_command_of_the_page(tmp_path: Path) -> None:
     summary = json.loads(out.strip().splitlines()[-1])
     assert (summary["outcome"], summary["steps"]) == ("succeeded", 60)
     assert [t["cause"] for t in summary["transitions"]] == ["start", "loss"]
-    assert "[rank 0] step 60: loss" in err
+    assert f"[rank 0] {printed}" in err
+    # a checkpoint each 5 steps, or at each report; the kill comes some steps behind its own
+    assert summary["transitions"][1]["steps_lost"] <= (8 if script == SCRIPT else 1)
     assert any((tmp_path / "elastic_runs" / "page" / "logs").iterdir())

@@ -176,23 +176,33 @@ def read_environment_again() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def answer_preemption_info(ask: Callable[[], dict[str, Any] | None]) -> None:
-    """From now on `ray.train.get_preemption_info()` answers in this process, which is none of Ray
-    Train's, what `ask` says: None, or {"deadline_ms", "ranks": {node id: ranks}}."""
-    from ray.train import PreemptionInfo
+def become_train_worker(worker: Any) -> None:
+    """From now on the functions of `ray.train` call the methods of `worker` in this process, which
+    is none of Ray Train's."""
     from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
 
-    class Answers:
-        def get_preemption_info(self) -> PreemptionInfo | None:
-            found = ask()
-            return None if found is None else PreemptionInfo(found["deadline_ms"], found["ranks"])
+    set_train_fn_utils(worker)
 
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError(
-                f"ray.train: '{name}' is not there for a script; only get_preemption_info() is"
-            )
 
-    set_train_fn_utils(Answers())
+def train_context(run_uri: str, ranks: Mapping[str, int]) -> Any:
+    """What `ray.train.get_context()` is to give in such a process. `ranks`: world_rank, world_size,
+    local_rank, local_world_size, node_rank."""
+    from ray.train.v2.api.context import LocalTrainContext
+
+    folder, _, name = run_uri.rpartition("/")
+
+    class RunOfScript(LocalTrainContext):
+        def get_storage(self) -> Any:
+            from ray.train.v2._internal.execution.storage import StorageContext
+
+            if "://" in run_uri:
+                raise RuntimeError(
+                    "ray.train.get_context().get_storage() is there for a script that is restarted "
+                    f"where the run lies in a folder; this one is {run_uri}"
+                )
+            return StorageContext(folder, name, read_only=True)
+
+    return RunOfScript(name, **ranks)
 
 
 # ----------------------------------------------------------------------------------- the autoscaler

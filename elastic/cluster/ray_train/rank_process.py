@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,8 +28,11 @@ from typing import IO, Any
 
 from elastic.cluster.local.local_cluster import visible_gpus
 from elastic.cluster.ray.processes import free_port
+from elastic.cluster.ray_train.script_checkpoints import ReportedCheckpoints, copies_of
 from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
 from elastic.cluster.ray_train.script_output import BAR, StepReader, error_part
+from elastic.cluster.ray_train.script_questions import Questions, naps
+from elastic.storage import open_storage
 from elastic.types import (
     Evaluated,
     Event,
@@ -49,7 +53,6 @@ from elastic.version import python_path
 from elastic.worker.process.environment import RESTARTED
 
 LOOK_S = 0.1
-NAP_S, NAP_MOST_S = 0.001, 0.2  # between two looks of a rank that waits for another
 TAIL_LINES = 40  # of output that are kept
 RAN_EVERY_S = 5.0
 FIRST_STEP_S = 60.0  # a group whose script printed steps before, and none now
@@ -111,7 +114,7 @@ class RankProcess:
 
     me: WorkerId
     job: Job
-    run_name: str
+    run_uri: str
     plan: Plan
     rendezvous: Rendezvous
     put: Callable[[Event], None]
@@ -120,7 +123,6 @@ class RankProcess:
     step: int = 0
     over: bool = False
     _asked: bool = False  # to end
-    _answered: bool = False  # its script has asked for a notice, and knows of one
     _noticed_until_s: float = 0.0  # it gets SIGTERM as soon as it has a handler for it
     _kill_at_s: float | None = None
     _child: subprocess.Popen[str] | None = None
@@ -130,7 +132,7 @@ class RankProcess:
     _told_s: float = 0.0  # the last step or GroupRan
     _has_steps: bool = False
     _notice: dict[str, Any] | None = None
-    _alone: bool = False  # the generation's store is gone
+    _questions: Questions | None = None  # of a script that uses ray.train
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _done: threading.Event = field(default_factory=threading.Event)
 
@@ -207,7 +209,8 @@ class RankProcess:
     def _leave(self, events: list[Event]) -> None:
         """The word that it is over, and that, are one."""
         with self._lock:
-            asked, self.over = self._asked or self._answered, True
+            noticed = self._questions is not None and self._questions.noticed
+            asked, self.over = self._asked or noticed, True
         for event in events:
             if not (asked and isinstance(event, WorkerFailed | ScriptEnded)):
                 self.put(event)
@@ -227,6 +230,7 @@ class RankProcess:
                     child.wait(LOOK_S)
         finally:
             child.kill()
+            self._remove_copies(place)
         reader.join(1.0)  # a process that the script left behind may hold the pipe
         self._leave(self._ended(code))
 
@@ -248,23 +252,16 @@ class RankProcess:
     def _get(self, key: str) -> str:
         """Waits until another rank has said it. Raises Left, RuntimeError."""
         until_s = time.monotonic() + self.rendezvous.timeout_s
-        for _ in self._naps(key):  # a wait that ends in vain is reported in the output
+        for _ in naps(self.store, key):  # a wait that ends in vain is reported in the output
             if self._asked:
                 raise Left
             if time.monotonic() > until_s:
                 raise TimeoutError(f"rank {self.rank} has waited in vain for the others")
         return str(self.store.get(key).decode())
 
-    def _naps(self, key: str) -> Iterator[None]:
-        """Ever longer ones, until another rank has said it."""
-        nap_s = NAP_S
-        while not self.store.check([key]):
-            yield
-            time.sleep(nap_s)
-            nap_s = min(NAP_MOST_S, 2 * nap_s)
-
     def _start(self, place: RankPlace, gpus: str) -> subprocess.Popen[str]:
-        environment = os.environ | place.environment(self.run_name) | {PARENT: str(os.getpid())}
+        run = self.run_uri.rpartition("/")[2]
+        environment = os.environ | place.environment(run) | {PARENT: str(os.getpid())}
         # into a pipe it would print by blocks, and its steps came late
         environment.setdefault("PYTHONUNBUFFERED", "1")
         environment["PYTHONPATH"] = python_path()
@@ -279,12 +276,9 @@ class RankProcess:
         with suppress(OSError):  # the child says so
             text = Path(file).read_text(errors="replace")
         if RAY_TRAIN.search(text):
-            mine, other = socket.socketpair()
-            theirs.append(other)
-            environment[QUESTIONS] = str(other.fileno())
-            threading.Thread(
-                target=self._answer, args=(mine,), name="questions", daemon=True
-            ).start()
+            line, told = self._begin_questions(place)
+            theirs.append(line)
+            environment[QUESTIONS] = json.dumps(told)
         with self._lock:
             if self._asked:
                 raise Left
@@ -298,6 +292,53 @@ class RankProcess:
         for one in theirs:
             one.close()
         return self._child
+
+    def _begin_questions(self, place: RankPlace) -> tuple[socket.socket, dict[str, Any]]:
+        """The script's end of a line to this process, and what it is told with it. Raises Left,
+        OSError, RuntimeError."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        from elastic.worker.process_groups import rendezvous
+
+        checkpoint, store = "", None
+        if self.rank == 0:
+            checkpoint = ReportedCheckpoints(open_storage(self.run_uri)).newest()
+        if place.world > 1:
+            if self.rank == 0:
+                tcp = rendezvous.host_store(place.address)
+                self.store.set("questions", json.dumps([tcp.port, checkpoint]))
+            else:
+                port, checkpoint = json.loads(self._get("questions"))
+                tcp, _ = rendezvous.connect_store(place.address, port, lambda: self._asked)
+                tcp.set_timeout(timedelta(seconds=rendezvous.STORE_S))
+            prefix = rendezvous.place(self.plan.generation, self.rendezvous.secret)
+            store = PrefixStore(prefix, tcp)
+        self._questions = Questions(
+            self.rank, place.world, store, notice=lambda: self._notice, over=lambda: self.over
+        )
+        mine, theirs = socket.socketpair()
+        threading.Thread(
+            target=self._questions.answer, args=(mine,), name="questions", daemon=True
+        ).start()
+        self._remove_copies(place, older=True)
+        return theirs, {
+            "socket": theirs.fileno(), "run_uri": self.run_uri, "checkpoint": checkpoint,
+            "generation": self.plan.generation, "resumed": bool(self.plan.resume.step),
+            "copies": str(self._copies),
+        }  # fmt: skip
+
+    @property
+    def _copies(self) -> Path:
+        """Where the ranks of this node keep a checkpoint that they have fetched."""
+        return copies_of(self.run_uri, self.me.node_id) / str(self.plan.generation)
+
+    def _remove_copies(self, place: RankPlace, older: bool = False) -> None:
+        """The first rank of a node does it for all."""
+        if place.local_rank == 0 and self._questions is not None:
+            mine = self._copies
+            for folder in mine.parent.glob("*") if older else [mine.parent]:
+                if folder != mine:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _look(self, child: subprocess.Popen[str], place: RankPlace) -> None:
         now_s = time.monotonic()
@@ -396,36 +437,6 @@ class RankProcess:
 
     def _failed(self, kind: Any, why: str) -> WorkerFailed:
         return WorkerFailed(self.me, self.plan.generation, kind, why)
-
-    # --------------------------------------------------------------------------------- what it asks
-
-    def _answer(self, script: socket.socket) -> None:
-        """Questions of get_preemption_info(), until the process ends. As Ray Train does, all ranks
-        are given one answer to their n-th question: that which rank 0 gets."""
-        with script, script.makefile("r") as questions:
-            for n, _ in enumerate(questions):
-                found = self._agreed(n)
-                self._answered = self._answered or found is not None
-                with suppress(OSError):  # it has ended meanwhile
-                    script.sendall(json.dumps(found).encode() + b"\n")
-
-    def _agreed(self, n: int) -> dict[str, Any] | None:
-        world, key = len(self.plan.ranks), f"question/{n}"
-        if world == 1 or self._alone:
-            return None if self._alone else self._notice
-        try:
-            if self.rank == 0:
-                self.store.set(key, json.dumps(self._notice))
-            for _ in self._naps(key):
-                pass
-            found: dict[str, Any] | None = json.loads(self.store.get(key))
-            if self.store.add(f"{key}/read", 1) == world:
-                self.store.delete_key(key)
-                self.store.delete_key(f"{key}/read")
-        except RuntimeError:  # the driver is gone, and with it whoever could tell of a notice
-            self._alone = True
-            return None
-        return found
 
 
 def here(file: str, cwd: str) -> tuple[str, str]:

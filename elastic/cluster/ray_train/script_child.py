@@ -1,8 +1,8 @@
 """`python -m elastic.cluster.ray_train.script_child SCRIPT ARGS`: becomes the user's script, and
 ends when its supervisor ends.
 
-A script that asks `ray.train.get_preemption_info()` is run in this process, where that question
-goes to its supervisor, a worker of Ray Train; any other one replaces this process (exec).
+A script that uses `ray.train` is run in this process, where that is answered with its supervisor, a
+worker of the run; any other one replaces this process (exec).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-PARENT, QUESTIONS = "ELASTIC_SUPERVISOR", "ELASTIC_PREEMPTION_FD"  # its pid; a socket to it
+PARENT, QUESTIONS = "ELASTIC_SUPERVISOR", "ELASTIC_RAY_TRAIN"  # its pid; what the worker is told
 PR_SET_PDEATHSIG = 1
 
 
@@ -27,26 +27,31 @@ def main() -> None:
     if os.getppid() != int(os.environ.pop(PARENT)):
         os._exit(1)  # the supervisor has ended meanwhile
     script, *arguments = sys.argv[1:]
-    descriptor = os.environ.pop(QUESTIONS, None)
-    if descriptor is None:
+    text = os.environ.pop(QUESTIONS, None)
+    if text is None:
         os.execv(sys.executable, [sys.executable, "-u", script, *arguments])
-    from elastic.cluster.ray._ray_private import answer_preemption_info
+    from elastic.cluster.ray._ray_private import become_train_worker
+    from elastic.cluster.ray_train.script_worker import ScriptTrainWorker
 
-    answer_preemption_info(asker(socket.socket(fileno=int(descriptor))))
+    told = json.loads(text)
+    ask = asker(socket.socket(fileno=told["socket"]))
+    become_train_worker(ScriptTrainWorker(ask, told))
     sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
 
 
-def asker(supervisor: socket.socket) -> Callable[[], dict[str, Any] | None]:
-    """A function that asks the supervisor; it waits, as Ray Train's own does, until every rank has
-    asked."""
+def asker(supervisor: socket.socket) -> Callable[..., Any]:
+    """A function that asks the supervisor, as `Questions` reads it; it waits, as Ray Train's own
+    does, until every rank has asked. None: nobody answers any more."""
     lock, answers = threading.Lock(), supervisor.makefile("r")
 
-    def ask() -> dict[str, Any] | None:
+    def ask(**question: Any) -> Any:
         with lock:
-            supervisor.sendall(b"?\n")
-            found: dict[str, Any] | None = json.loads(answers.readline() or "null")
-            return found
+            try:
+                supervisor.sendall(json.dumps(question).encode() + b"\n")
+                return json.loads(answers.readline() or "null")
+            except OSError:
+                return None
 
     return ask
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastic.config.numbers.logged_names import checked_names, number_of
+from elastic.config.numbers.logged_names import NAME, STEP_NAMES, checked_names, number_of
 from elastic.errors import ProgramError
 
 # of a bar that is named so the steps done, not how many per cent they are
@@ -28,6 +28,9 @@ BAR = re.compile(r"\d+%\|.*\|\s*(\d+)/(\d+)\s*\[")  # of tqdm: steps done, of ho
 CURSOR, OF_RANK = re.compile(r"\x1b\[\d*[A-K]"), re.compile(r"^\[rank \d+\] ?")
 BAR_EVERY_S = 10.0  # a person is shown a bar so often
 LOGGED = "elastic.log "  # what a line of elastic.log begins with
+# of ray.train.report: its number, counted over the run where that is known, and what it tells
+REPORT_LINE = "ray.train.report{n}: {told}"
+REPORT = re.compile(r"ray\.train\.report(?: (\d+))?: (\{.*\})$")
 TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -57,13 +60,17 @@ class StepReader:
     _bar_s: float = -math.inf
     _logged: dict[str, float] = field(default_factory=dict)  # since the step before
     _newest: int | None = None  # as it was printed
+    _by_report: bool = False  # its steps are reports, since it prints none
 
     def read(self, line: str) -> tuple[int, float] | None:
         """The step that is known with this line, and its loss."""
         if line.startswith(LOGGED):
             self._logged |= logged_in(line)
             return None
+        if reported := REPORT.search(line):
+            return self._reported(float(reported[1] or math.nan), reported[2])
         if found := step_in(line):
+            self._by_report = False
             return None if self._is_other(found[0], line) else self._counted(*found)
         if logged := HF_LOSS.search(line):
             self._loss = float(logged[1])
@@ -78,7 +85,21 @@ class StepReader:
         if bar is None or self._loss is None:
             return None
         loss, self._loss, self._total = self._loss, None, bar[2]
+        self._by_report = False
         return self._counted(int(bar[1]), loss)
+
+    def _reported(self, n: float, text: str) -> tuple[int, float] | None:
+        """The n-th report of the run is a step where it tells a loss: the one that it names, else,
+        of a script that prints none, the n-th."""
+        told = numbers_in(text)
+        own = self._newest is not None and not self._by_report
+        step = told.get("step", math.nan if own else n)
+        name = "loss" if "loss" in told else "train_loss"
+        if known := math.isfinite(step) and math.isfinite(told.get(name, math.nan)):
+            self._by_report = "step" not in told
+            found = self._counted(int(step), told.pop(name))
+        self._logged |= {one: told[one] for one in told if one not in STEP_NAMES}
+        return found if known else None
 
     def _is_other(self, step: int, line: str) -> bool:
         """Does the line begin no epoch, but tell of a validation in one?"""
@@ -125,6 +146,19 @@ def logged_in(line: str) -> dict[str, float]:
         }
     except (ValueError, ProgramError):
         return {}
+
+
+def numbers_in(text: str) -> dict[str, float]:
+    """Those of a report; what else may stand there is left out."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return {}
+    return {
+        name: float(value)
+        for name, value in told.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and NAME.fullmatch(name)
+    }
 
 
 def error_part(tail: str) -> str:

@@ -26,7 +26,7 @@ class ScriptSession:
 
     def __init__(self, me: WorkerId, job: dict[str, Any], run_uri: str) -> None:
         self.me, self.job = me, Job.from_plain(job)
-        self._run_name = run_uri.rstrip("/").rpartition("/")[2]
+        self._run_uri = run_uri.rstrip("/")
         self._lock = threading.Condition()
         self._outbox = Outbox(self._lock)
         self._put = self._outbox.put
@@ -94,7 +94,7 @@ class ScriptSession:
         process = RankProcess(
             self.me,
             self.job,
-            self._run_name,
+            self._run_uri,
             plan,
             order.rendezvous,
             self._put,

@@ -94,19 +94,39 @@ def test_no_agent_runs_on_the_embedded_cluster(cluster: LocalCluster) -> None:
     ]
 
 
-def test_preemption_info_is_answered_by_us() -> None:
-    text = """
+def test_functions_of_ray_train_are_answered_by_us(tmp_path: Path) -> None:
+    text = f"""
 import ray.train
-from elastic.cluster.ray._ray_private import answer_preemption_info
-answers = [None, {"deadline_ms": 5, "ranks": {"a": [1, 2]}}]
-answer_preemption_info(lambda: answers.pop(0))
-assert ray.train.get_preemption_info() is None
+from elastic.cluster.ray._ray_private import become_train_worker, train_context
+names = "world_rank", "world_size", "local_rank", "local_world_size", "node_rank"
+ranks = dict(zip(names, range(1, 6)))
+class Worker:
+    def get_preemption_info(self):
+        return ray.train.PreemptionInfo(5, {{"a": [1, 2]}})
+    def get_checkpoint(self):
+        return "a checkpoint"
+    def get_context(self):
+        return train_context({str(tmp_path / "r")!r}, ranks)
+    def report(self, **given):
+        self.given = given
+worker = Worker()
+become_train_worker(worker)
 info = ray.train.get_preemption_info()
 assert (info.deadline_ms, info.preempted_ranks, info.preempted_node_ids) == (5, [1, 2], ["a"])
+assert ray.train.get_checkpoint() == "a checkpoint"
+ray.train.report({{"loss": 1.0}})
+assert worker.given.pop("metrics") == {{"loss": 1.0}}
+mode = worker.given.pop("checkpoint_upload_mode")
+assert mode.name == "SYNC" and not any(worker.given.values()), worker.given
+context = ray.train.get_context()
+assert isinstance(context, ray.train.TrainContext)
+assert ranks == {{name: getattr(context, "get_" + name)() for name in names}}
+assert context.get_experiment_name() == "r"
+assert context.get_storage().experiment_fs_path == {str(tmp_path / "r")!r}
 try:
-    ray.train.get_checkpoint()
+    train_context("s3://bucket/r", ranks).get_storage()
 except RuntimeError as error:
-    assert "only get_preemption_info() is" in str(error)
+    assert "where the run lies in a folder; this one is s3://bucket/r" in str(error)
 else:
     raise AssertionError("no error")
 """

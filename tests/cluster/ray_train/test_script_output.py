@@ -129,6 +129,29 @@ def test_what_elastic_log_tells_goes_with_the_next_step(capsys: pytest.CaptureFi
     assert not reader.shown(printed, 0.0), "a person sees the steps"
 
 
+REPORTED = 'ray.train.report {}: {{"epoch": 0, "loss": {}, "tokens": 3, "bad name": 1}}'
+
+
+def test_reports_are_steps_of_a_script_that_prints_none() -> None:
+    reader = StepReader()
+    assert reader.read('ray.train.report 1: {"epoch": 0}') is None
+    assert reader.read(REPORTED.format(2, 1.5)) == (2, 1.5)
+    assert reader.taken() == {"epoch": 0.0}
+    bar = " 50%|#####     | 1/2 [00:01<00:01, 1it/s]"
+    assert reader.read(bar + REPORTED.format(3, 1.25)) == (3, 1.25), "behind a bar without an end"
+    assert [reader.read(REPORTED.format(4, one)) for one in ("NaN", "true", "}")] == [None] * 3
+
+
+def test_a_report_is_of_the_step_that_it_names_or_goes_with_the_next_one() -> None:
+    reader = StepReader()
+    assert reader.read('ray.train.report 1: {"step": 40, "train_loss": 2.5, "lr": 1}') == (40, 2.5)
+    assert reader.taken() == {"lr": 1.0}
+    assert reader.read("step 50: loss 2.0") == (50, 2.0)
+    assert reader.read(REPORTED.format(2, 1.5)) is None, "it prints steps of its own"
+    assert reader.read("step 60: loss 2.0") == (60, 2.0)
+    assert reader.taken() == {"epoch": 0.0, "loss": 1.5}
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a b": 1}', '{"a": "b"}', "{1: 2}"])
 def test_a_line_that_only_looks_so_tells_nothing(text: str) -> None:
     reader = StepReader()

@@ -20,6 +20,7 @@ from support.waiting import until
 
 from elastic.cluster.ray_train import rank_process
 from elastic.cluster.ray_train.rank_process import here, listens, n_guests
+from elastic.cluster.ray_train.script_checkpoints import copies_of
 from elastic.cluster.ray_train.script_child import PARENT, asker
 from elastic.cluster.ray_train.script_session import ScriptSession
 from elastic.types import (
@@ -78,12 +79,19 @@ LISTENS = "signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))\nprint('listens
 class Group:
     """Sessions of workers, by name of their nodes, and a store for each generation."""
 
-    def __init__(self, folder: Path, *workers: WorkerId, script: str, args: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        *workers: WorkerId,
+        script: str,
+        args: tuple[str, ...] = (),
+        uri: str = "",
+    ):
         file = folder / "train.py"
         file.write_text(script)
         job = {"script": str(file), "args": args, "cwd": str(folder), "restarted": True}
         self.workers, self.stores = workers, dict[int, Any]()
-        self.sessions = {w: ScriptSession(w, job, f"{folder}/runs/r") for w in workers}
+        self.sessions = {w: ScriptSession(w, job, uri or f"{folder}/runs/r") for w in workers}
         self.heard: dict[WorkerId, list[Event]] = {w: [] for w in workers}
         self._seen = dict.fromkeys(workers, 0)
 
@@ -133,8 +141,8 @@ Made = Callable[..., Group]
 def made(tmp_path: Path) -> Iterator[Made]:
     groups: list[Group] = []
 
-    def make(*workers: WorkerId, script: str, args: tuple[str, ...] = ()) -> Group:
-        groups.append(Group(tmp_path, *workers, script=script, args=args))
+    def make(*workers: WorkerId, **given: Any) -> Group:
+        groups.append(Group(tmp_path, *workers, **given))
         return groups[-1]
 
     yield make
@@ -387,6 +395,74 @@ def test_ray_trains_own_question_has_one_answer_on_all_ranks(
     assert len(set(told)) == 1 and told[0].endswith("[1]"), told
 
 
+REPORTS = """
+import tempfile, ray.train
+checkpoint, first = ray.train.get_checkpoint(), 1
+if checkpoint:
+    with checkpoint.as_directory() as folder:
+        print("found", *sorted(os.listdir(folder)), flush=True)
+        first = int(open(f"{folder}/part-{rank}").read()) + 1
+for step in range(first, first + 3):
+    if (rank, first, step) == (1, 1, 3):
+        os.kill(os.getpid(), 9)
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/part-{rank}", "w") as file:
+            file.write(str(step))
+        checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"loss": 1 / step, "rate": rank + 0.5}, checkpoint=checkpoint)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("place", ["folder", pytest.param("s3", marks=pytest.mark.whole)])
+def test_the_next_group_resumes_from_the_last_reported_checkpoint(
+    made: Made, place: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    uri = "" if place == "folder" else request.getfixturevalue("s3").uri + "/r"
+    group = made(A, C, script=MEETS + REPORTS, uri=uri)
+    group.enter()
+    (failed,) = group.all(WorkerFailed, 1)
+    assert (failed.worker, failed.kind) == (C, "infrastructure")
+    group.order(Abort(1))
+    group.all(Quiesced, 2)
+    group.enter(2, step=2, resume="durable")
+    group.all(ScriptEnded, 2)
+    steps = group.all(StepDone, 5)
+    assert [(e.step, e.train_loss) for e in steps] == [(n, 1 / n) for n in range(1, 6)]
+    assert {e.logged["rate"] for e in steps} == {0.5}, "rank 0's count"
+    assert [e.step for e in group.all(PlanEntered, 2)] == [0, 2]
+    found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("found")]
+    assert found == ["found part-0 part-1"] * 2
+    assert not copies_of(uri, "a").exists() and not copies_of(uri, "b").exists()
+
+
+ALONE = """
+import ray.train
+while not os.path.exists("go"):
+    time.sleep(0.01)
+ray.train.report({"step": 7, "loss": 1.0})
+info = ray.train.get_preemption_info()
+print("told", info and info.preempted_ranks, flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_ranks_answer_each_other_without_the_driver_that_started_them(
+    made: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And are told of a notice by the next one."""
+    group = made(A, C, script=MEETS + ALONE)
+    group.enter()
+    group.all(PlanEntered, 1)
+    group.stores.clear()
+    group.order(Quiesce(1, grace_s=60.0, cause="notice", leaving=("b",)))
+    (tmp_path / "go").touch()
+    assert [e.step for e in group.all(StepDone, 1)] == [7]
+    group.all(Quiesced, 2)
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("told")]
+    assert told == ["told [1]"] * 2
+
+
 @pytest.mark.e2e
 def test_who_was_told_of_a_notice_may_leave_with_any_code(made: Made) -> None:
     """It is not the end of the script: the next group resumes from what it has saved."""
@@ -474,7 +550,8 @@ def test_a_question_goes_to_the_supervisor_and_back() -> None:
     mine, theirs = socket.socketpair()
     ask = asker(theirs)
     mine.sendall(b'{"deadline_ms": 5, "ranks": {"a": [1]}}\n')
-    assert ask() == {"deadline_ms": 5, "ranks": {"a": [1]}}
-    assert mine.recv(10) == b"?\n"
+    assert ask(ask="report", given=True) == {"deadline_ms": 5, "ranks": {"a": [1]}}
+    assert mine.recv(100) == b'{"ask": "report", "given": true}\n'
     mine.close()
+    assert ask(ask="report") is None, "nobody answers any more"
     theirs.close()

@@ -1,0 +1,113 @@
+"""The checkpoints that a restarted script reports by `ray.train.report`, in its run's storage.
+
+`reported/NAME/FOLDER/` has the files of all ranks; `reported/NAME.json`, the marker, is written
+last. NAME is the generation and the number of the report: the newest is the last one in order,
+whatever a group of an older generation still writes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.cluster.workers.output import make_folder
+from elastic.ledger.run_folder import OF_NODE, key_of
+from elastic.storage import LocalStorage, Storage
+
+REPORTED, MARKER = "reported", ".json"
+KEPT = 2  # the newest whole ones
+PIECE_BYTES = 64 << 20  # that are copied at once
+
+
+def key_in(generation: int, report: int, folder: str) -> str:
+    """Where the files of a checkpoint lie. `report`: its number, counted over the run."""
+    return f"{REPORTED}/{generation:08d}-{report:08d}/{folder}"
+
+
+def report_of(key: str) -> int:
+    """The number of the report that has stored it."""
+    return int(_name(key).partition("-")[2])
+
+
+def copies_of(run_uri: str, node_id: str) -> Path:
+    """Where a node keeps what it has fetched of them, in a folder for each generation."""
+    base = Path(tempfile.gettempdir(), f"{OF_NODE}{os.getuid()}")
+    return base / f"{key_of(run_uri)}-{node_id}"
+
+
+@dataclass(frozen=True)
+class ReportedCheckpoints:
+    """Those of one run."""
+
+    storage: Storage
+
+    def newest(self) -> str:
+        """The key of the newest whole one; '' = there is none."""
+        names = _whole(self.storage.list(f"{REPORTED}/"))
+        if not names:
+            return ""
+        marker = json.loads(self.storage.get(f"{REPORTED}/{names[-1]}{MARKER}"))
+        return f"{REPORTED}/{names[-1]}/{marker['folder']}"
+
+    def add(self, key: str, folder: Path) -> None:
+        """The files of one rank."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                there = f"{key}/{path.relative_to(folder).as_posix()}"
+                with path.open("rb") as file, self.storage.create(there) as stored:
+                    shutil.copyfileobj(file, stored, PIECE_BYTES)
+
+    def commit(self, key: str) -> None:
+        """All ranks have added their files: it is whole, and older ones are removed."""
+        name, folder = _name(key), key.rpartition("/")[2]
+        self.storage.put(f"{REPORTED}/{name}{MARKER}", json.dumps({"folder": folder}).encode())
+        with suppress(OSError):  # the next one removes them
+            keys = self.storage.list(f"{REPORTED}/")
+            for old in sorted({_name(one) for one in keys}.difference(_whole(keys)[-KEPT:])):
+                if old < name:
+                    self.storage.delete(f"{REPORTED}/{old}{MARKER}")
+                    self.storage.delete_folder(f"{REPORTED}/{old}")
+
+    def local(self, key: str, copies: Path) -> Path:
+        """A folder of this node that has its files: the stored one itself, or a copy below
+        `copies`, which all ranks of the node share."""
+        if isinstance(self.storage, LocalStorage):
+            return self.storage.path(key)
+        make_folder(copies.parent)
+        copies.mkdir(exist_ok=True)
+        whole, folder = copies / _name(key), key.rpartition("/")[2]
+        with (copies / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not whole.is_dir():
+                for older in copies.iterdir():
+                    if older.is_dir():
+                        shutil.rmtree(older)
+                self._fetch(key, copies / "unfinished" / folder)
+                (copies / "unfinished").rename(whole)
+        return whole / folder
+
+    def _fetch(self, key: str, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        for stored, (n_bytes, _) in self.storage.sizes(f"{key}/").items():
+            path = folder / stored.removeprefix(f"{key}/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for at in range(0, n_bytes, PIECE_BYTES):
+                    file.write(self.storage.read(stored, at, min(PIECE_BYTES, n_bytes - at)))
+
+
+def _name(key: str) -> str:
+    return key.split("/")[1].removesuffix(MARKER)
+
+
+def _whole(keys: Iterable[str]) -> list[str]:
+    """Names of those that have a marker, the newest last."""
+    markers = (key for key in keys if key.count("/") == 1 and key.endswith(MARKER))
+    return sorted(map(_name, markers))
