@@ -45,7 +45,7 @@ from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups import rendezvous, wire
 from elastic.worker.process_groups.control_tree import Control, Pairs, connect
 from elastic.worker.process_groups.first_use import MESSAGES, Use
-from elastic.worker.process_groups.network_interfaces import choose_for_gloo
+from elastic.worker.process_groups.network_interfaces import choose_for_gloo, outward
 from elastic.worker.process_groups.reach import Reach
 from elastic.worker.process_groups.sockets import address_of, inodes, knock, listening, shut
 from elastic.worker.process_groups.transport import (
@@ -248,6 +248,7 @@ class Groups:
         # known to `abort` from here on: a connection that it shuts while it is made is made again
         self._store_port = at.store[1]
         tcp, here = rendezvous.connect_store(*at.store, lambda: self._aborted)
+        here = outward(here, at)
         choose_for_gloo(here)  # the way to the store is that to others
         tcp.set_timeout(timeout)
         if self._aborted:
