@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic.worker.process.readback import sent
+
 MASK = (1 << 64) - 1
 # Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014: SplitMix64
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -75,7 +77,7 @@ class Distribution:
 def uniform(keys: Sequence[int], n: int, device: torch.device) -> Tensor:
     """float32 [keys, n] in [0, 1)."""
     x = torch.arange(1, n + 1, device=device).mul_(signed(STEP))
-    x = mixed_in_place(x + torch.tensor(keys, dtype=torch.int64).to(device)[:, None])
+    x = mixed_in_place(x + sent(torch.tensor(keys, dtype=torch.int64), device)[:, None])
     return _shifted(x, 64 - BITS).float().mul_(2.0**-BITS)
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup, get_global_rank
+from torch.distributed import P2POp, ProcessGroup, Work, batch_isend_irecv, get_global_rank
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     _utils,
+    schedules,
 )
 
 from elastic.errors import PeerGarbled, ProgramError
@@ -33,6 +34,15 @@ from elastic.worker.program.calls import cut_rows
 from elastic.worker.program.model_profile import block_names
 
 Forward = Callable[[range, int], AbstractContextManager[None]]  # of rows, through a stage
+
+
+def _in_one_batch(p2p_ops: list[P2POp], desc: str | None = None) -> list[Work]:
+    return batch_isend_irecv(p2p_ops) if p2p_ops else []
+
+
+# torch 2.13 sends what goes one way message by message: NCCL would set up another communicator for
+# each pair of stages, within a step
+schedules._batch_p2p = _in_one_batch
 
 
 class PassThrough(nn.Module):

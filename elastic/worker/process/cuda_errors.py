@@ -79,3 +79,12 @@ def holds_lost(error: BaseException) -> bool:
     if lost := device_lost(error):
         hold_tensors()
     return lost
+
+
+def let_go(buffers: list[torch.Tensor]) -> None:
+    """Frees the memory of these, which are in host memory, without Python's lock: for what is
+    pinned CUDA waits until no kernel is on the device, also for one that never ends, and whoever
+    aborts that needs the lock. After a sticky error it stays."""
+    while buffers and not _held:
+        buffers.pop().set_()  # type: ignore[call-overload]
+    buffers.clear()

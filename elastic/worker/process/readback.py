@@ -21,9 +21,14 @@ Number = torch.Tensor | float
 def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> Batch:
     """The batch on the device; for CUDA through pinned memory, so that the host does not wait for
     the copies."""
-    if device.type == "cuda":
-        batch = pinned(batch)
-    return {key: x.to(device, non_blocking=True) for key, x in batch.items()}
+    return {key: sent(x, device) for key, x in batch.items()}
+
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same of one tensor."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        x = _pinned(x)
+    return x.to(device, non_blocking=True)
 
 
 def pinned(batch: Mapping[str, torch.Tensor]) -> Batch:

@@ -44,7 +44,8 @@ from elastic.types.grid import (
 from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups import rendezvous, wire
 from elastic.worker.process_groups.control_tree import Control, Pairs, connect
-from elastic.worker.process_groups.network_interfaces import choose_for_gloo
+from elastic.worker.process_groups.first_use import MESSAGES, Use
+from elastic.worker.process_groups.network_interfaces import choose_for_gloo, outward
 from elastic.worker.process_groups.reach import Reach
 from elastic.worker.process_groups.sockets import address_of, inodes, knock, listening, shut
 from elastic.worker.process_groups.transport import (
@@ -150,8 +151,8 @@ class Groups:
         self._alike: list[list[int]] = []  # ranks of the mesh `experts`
         self._same_experts: dist.ProcessGroup | None = None  # this one's row of them
         self._formed = self._enlisted = False
-        # those that tensors on the device go through, the world first
-        self._device_groups: list[dist.ProcessGroup] = []
+        # those that tensors on the device go through, the world first, and how a step uses each
+        self._device_groups: dict[dist.ProcessGroup, set[Use]] = {}
         self._addresses: set[tuple[str, int]] = set()  # at which the participants listen
         self._store_port = 0
         self._before: set[int] = set()
@@ -247,6 +248,7 @@ class Groups:
         # known to `abort` from here on: a connection that it shuts while it is made is made again
         self._store_port = at.store[1]
         tcp, here = rendezvous.connect_store(*at.store, lambda: self._aborted)
+        here = outward(here, at)
         choose_for_gloo(here)  # the way to the store is that to others
         tcp.set_timeout(timeout)
         if self._aborted:
@@ -262,12 +264,23 @@ class Groups:
         if secret and n_participants > 1:
             self.control.prove(secret, self.generation)
         self._tell_all()
-        cold = [group for group in self._device_groups if self._whole or group is not self.world]
+        cold = {
+            group: uses - MESSAGES
+            for group, uses in self._device_groups.items()
+            if group.size() > 1 and (self._whole or group is not self.world)
+        }
         self._warming = inodes()
         try:
-            self.transport.warm_up([group for group in cold if group.size() > 1])
+            self.transport.warm_up(cold)
         finally:
             self._warming = None
+
+    def first_messages(self) -> None:
+        """Connects those that exchange messages in a step. Of all ranks of the plan, when the state
+        has moved: until then others need the memory."""
+        each = ((group, uses & MESSAGES) for group, uses in self._device_groups.items())
+        self.transport.warm_up({group: uses for group, uses in each if uses})
+        self.check()
 
     def pretend(self, rank: int) -> None:
         """Groups of a layout without the other ranks: collectives return at once and move nothing.
@@ -337,8 +350,8 @@ class Groups:
                 made[key] = new(ranks, "mesh" if self._n_participants <= MESH_MOST else "device")
             return made[key]
 
-        def on_device(ranks: list[int]) -> dist.ProcessGroup:
-            return self._of_device(group(ranks))
+        def on_device(ranks: list[int], *uses: Use) -> dist.ProcessGroup:
+            return self._of_device(group(ranks), *uses)
 
         def mine(axes: tuple[str, ...]) -> list[int]:
             return next(g for g in axis_groups(layout, axes) if rank in g)
@@ -353,29 +366,29 @@ class Groups:
         if len(everyone) > 1:
             self.copies = new(everyone, "mesh" if len(everyone) <= MESH_MOST else self._new_pairs())
         if layout.pp > 1:
-            self.pp = on_device(mine(("pp",)))
+            self.pp = on_device(mine(("pp",)), "line" if layout.n_stages == layout.pp else "ring")
         fsdp = layout.dp_shard * layout.cp
         if layout.dp_replicate > 1:
-            self._axes.append(
-                ("dp_replicate", layout.dp_replicate, on_device(mine(("dp_replicate",))))
-            )
+            replicas = on_device(mine(("dp_replicate",)), "sums", "parts")
+            self._axes.append(("dp_replicate", layout.dp_replicate, replicas))
         if fsdp > 1 or layout.dp_replicate > 1 or self.fsdp:
-            self._axes.append(("fsdp", fsdp, on_device(mine(("dp_shard", "cp")))))
+            self._axes.append(("fsdp", fsdp, on_device(mine(("dp_shard", "cp")), "parts")))
         if layout.tp > 1:
-            self._axes.append(("tp", layout.tp, on_device(mine(("tp",)))))
+            self._axes.append(("tp", layout.tp, on_device(mine(("tp",)), "sums", "parts")))
         if layout.cp > 1:
-            self.cp = on_device(mine(("cp",)))
+            self.cp = on_device(mine(("cp",)), "parts")
         if layout.ep > 1:
             neighbors, self._alike = expert_groups(layout, rank)
-            self.ep = on_device(neighbors)
-            self._same_experts = on_device(next(row for row in self._alike if rank in row))
+            self.ep = on_device(neighbors, "pieces")
+            row = next(row for row in self._alike if rank in row)
+            self._same_experts = on_device(row, "parts")
         here = stage_ranks(layout, coordinates(layout, rank).pp)
         if self._wants_stage and len(here) > 1:
-            self.stage = on_device(here)
+            self.stage = on_device(here, "pieces")
         if layout.pp > 1:
             line = mine(("pp",))
             if rank in (line[0], line[-1]):  # made last: group names count the groups made before
-                self.tie = on_device([line[0], line[-1]])
+                self.tie = on_device([line[0], line[-1]], "sums")
 
     def _enlist(self) -> None:
         """torch knows of the groups from now on, and of no others."""
@@ -403,9 +416,8 @@ class Groups:
         keep_names(mesh)
         return mesh
 
-    def _of_device(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        if not any(group is known for known in self._device_groups):
-            self._device_groups.append(group)
+    def _of_device(self, group: dist.ProcessGroup, *uses: Use) -> dist.ProcessGroup:
+        self._device_groups.setdefault(group, set()).update(uses)
         return group
 
     def _count(self) -> None:
@@ -537,6 +549,6 @@ class Groups:
         self.mesh = self.pp = self.cp = self.copies = self.tie = self.stage = self._world = None
         self.ep = self.experts = self._same_experts = None
         self.control = self.commit = Control(0, 1, ())
-        self._counted, self._device_groups, self._axes, self._pairs = (), [], [], []
+        self._counted, self._device_groups, self._axes, self._pairs = (), {}, [], []
         self._store = None
         self._formed = self._enlisted = False

@@ -12,7 +12,10 @@ import socket
 import struct
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from elastic.types.orders import Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +24,31 @@ SIOCGIFCONF = 0x8912
 # struct ifreq of 64 bits: the name, or label, then a sockaddr_in
 REQUEST_BYTES, NAME, AT = 40, slice(0, 16), slice(20, 24)
 ADDRESSES_MOST = 4096
+ANYWHERE = ("192.0.2.1", 9)  # of RFC 5737; nothing is sent
 IPV6 = Path("/proc/net/if_inet6")
+
+
+def outward(here: str, at: Rendezvous) -> str:
+    """This host's address on the way to the store of a meeting: `here`, or where that is loopback,
+    though other hosts take part, one that they can reach. The store's name is then this host's own,
+    which it looks up in its /etc/hosts."""
+    nodes = {worker.node_id for worker in at.participants}
+    if len(nodes) == 1 or not _is_loopback(here) or _is_loopback(at.store[0]):
+        return here
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        with suppress(OSError):  # no route leads out
+            asked.connect(ANYWHERE)
+            return str(asked.getsockname()[0])
+    own = (socket.inet_ntoa(packed) for _, packed in _each_ipv4())
+    return next((address for address in own if not _is_loopback(address)), here)
+
+
+def _is_loopback(host: str) -> bool:
+    """A name is not, but for localhost."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def choose_for_gloo(address: str) -> None:
@@ -30,7 +57,7 @@ def choose_for_gloo(address: str) -> None:
         return
     if (name := interface_of(address)) is not None:
         os.environ[GLOO] = name
-    elif not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    elif not _is_loopback(address):
         log.warning(
             "no network interface of this host has %s, from which it reaches the others: gloo "
             "takes the one that the host's name resolves to; where peers do not meet, set %s",

@@ -8,7 +8,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.distributed.distributed_c10d import BackendConfig, GroupName, _update
 from elastic.user_frames import INSTALLED, STDLIB
 from elastic.version import PACKAGE
 from elastic.worker.process_groups.control_tree import Pairs
+from elastic.worker.process_groups.first_use import Use, use_once
 from elastic.worker.process_groups.sockets import shut_new
 
 log = logging.getLogger(__name__)
@@ -126,9 +128,9 @@ class Transport:
         gloo.options.group_name = GroupName(asked.name)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
-    def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def warm_up(self, groups: Mapping[dist.ProcessGroup, Collection[Use]]) -> None:
         """Sets up what is made at first use. Collective: each rank gives its groups in the one
-        order of the layout's axes."""
+        order of the layout's axes, and how a step uses each."""
 
     def break_set_up(self, before: Collection[int]) -> None:
         """Frees whoever waits in `warm_up` for a rank that does not come. `before`: inodes of this
@@ -175,6 +177,7 @@ class Nccl(Transport):
     """
 
     backend = "cpu:gloo,cuda:nccl"
+    large_bytes = 8 << 20
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -193,11 +196,21 @@ class Nccl(Transport):
         nccl = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
-    def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def warm_up(self, groups: Mapping[dist.ProcessGroup, Collection[Use]]) -> None:
         one = torch.ones(1, device=self.device)
-        for group in groups:
+        for group, uses in groups.items():
             group.allreduce([one]).wait()
+            use_once(group, uses, self.device, large_bytes=self.large_bytes, batch=self._batch)
             float(one)  # one after the other: two that are set up at once can wait for each other
+
+    @contextmanager
+    def _batch(self, group: Any) -> Iterator[list[Any]]:
+        """By the connections of the whole group; else a pair of ranks would have its own. What is
+        to be waited for is there when it ends."""
+        works: list[Any] = []
+        group._start_coalescing(self.device)
+        yield works
+        works[:] = [group._end_coalescing(self.device)]
 
     def break_set_up(self, before: Collection[int]) -> None:
         """torch holds the lock that `abort` needs while it waits for NCCL's set-up, which ends with

@@ -166,6 +166,8 @@ class Generation:
             self.state.step = int(self.state.rng[1])
         self.groups.control.barrier()
         self._lap("transfer")
+        if self.state is not None:
+            self.groups.first_messages()
         self._report_probe(self._probe_entry())
         self._start(taken)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from elastic.errors import LostContact, SpecError
+from elastic.text import n_of, ranks_of
 from elastic.types import Node, WorkerId
 from elastic.worker.hosting.served_session import Said
 from elastic.worker.process.free_memory import free_host_bytes
@@ -41,6 +42,8 @@ HELLO_MOST_S, HELLO_MOST_BYTES = 10.0, 4096
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 LOOK_S = 0.1
 POOL = "ranks"
+SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"  # of NCCL, from 2.30 on
+GPUS_SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,16 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 @dataclass(frozen=True)
 class RankHello:
     """What a rank says of itself. `node`: the launcher's, else its host's name; `host_bytes`: of
-    memory that is free there."""
+    memory that is free there; `gpu`: its own, as `gpu_here` has it."""
 
     rank: int
     node: str
     host_bytes: int
+    gpu: str = ""
 
     @classmethod
-    def of(cls, me: Started) -> RankHello:
-        return cls(me.rank, me.node or socket.gethostname(), free_host_bytes())
+    def of(cls, me: Started, gpu: str = "") -> RankHello:
+        return cls(me.rank, me.node or socket.gethostname(), free_host_bytes(), gpu)
 
     @classmethod
     def read(cls, text: bytes | str) -> RankHello:
@@ -110,10 +114,19 @@ class RankHello:
             found = cls(**json.loads(text))
         except (TypeError, RecursionError) as error:
             raise ValueError(type(error).__name__) from error
-        kinds = [type(found.rank), type(found.node), type(found.host_bytes)]
-        if kinds != [int, str, int] or found.rank < 1:
+        kinds = [type(found.rank), type(found.node), type(found.host_bytes), type(found.gpu)]
+        if kinds != [int, str, int, str] or found.rank < 1:
             raise ValueError("it has other values")
         return found
+
+
+def gpu_here(device: torch.device | None, environment: Mapping[str, str]) -> str:
+    """That GPU as NCCL tells it from others: by its id, on one host. '' = there is none, or ranks
+    may share it."""
+    if device is None or environment.get(SHARE, "0") != "0":
+        return ""
+    host = environment.get("NCCL_HOSTID") or socket.gethostname()
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid} of {host}"
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,24 @@ class Meeting:
     links: tuple[RankLink, ...] = ()
     backend: str = ""
     store: Store | None = None
+    gpus: tuple[str, ...] = ()  # on rank 0: those of all ranks, in order
+
+    def check_gpus(self) -> None:
+        """Raises SpecError where ranks have one GPU together: NCCL refuses that, a minute later."""
+        ranks: dict[str, list[int]] = {}
+        for rank, gpu in enumerate(self.gpus):
+            ranks.setdefault(gpu, []).append(rank)
+        ranks.pop("", None)
+        shared = [f"{ranks_of(some)} have {gpu}" for gpu, some in ranks.items() if len(some) > 1]
+        if shared:
+            n_more = len(shared) - GPUS_SHOWN
+            more = [f"{n_of(n_more, 'more GPU')} likewise"] if n_more > 0 else []
+            said = "; ".join([*shared[:GPUS_SHOWN], *more])
+            raise SpecError(
+                f"{said}: NCCL takes one rank for each GPU; start "
+                "as many ranks as a host has GPUs (torchrun --nproc-per-node), and let "
+                "CUDA_VISIBLE_DEVICES show them all, or each rank its own"
+            )
 
     def give_back(self) -> None:
         """Sets up a default group again where there was one before."""
@@ -141,9 +172,9 @@ class Meeting:
             )
 
 
-def meet(me: Started, timeout_s: float) -> Meeting:
+def meet(me: Started, timeout_s: float, gpu: str = "") -> Meeting:
     """Blocks until all ranks are there. A default process group that stands is used to meet, and
-    then taken down. Raises LostContact."""
+    then taken down. `gpu`: this rank's, as `gpu_here` has it. Raises LostContact."""
     backend = str(dist.get_backend()) if dist.is_initialized() else ""
     store = host_store(me.host, timeout_s) if backend and me.rank == 0 else None
     listener = listening(me.host) if me.rank == 0 and me.world_size > 1 else None
@@ -167,17 +198,19 @@ def meet(me: Started, timeout_s: float) -> Meeting:
             meeting_point.set(ADDRESS, json.dumps(asdict(here)))
         ask = lambda: _Address(**json.loads(meeting_point.get(ADDRESS)))  # noqa: E731
     if me.rank > 0:
-        link, worker = _found(me, ask, until_s)
+        link, worker = _found(me, ask, until_s, gpu=gpu)
         return Meeting(me, worker, links=(link,), backend=backend, store=store)
     if listener is None:
-        (found,), workers = _nodes([RankHello.of(me)])
+        (found,), workers = _nodes([RankHello.of(me, gpu)])
         return Meeting(me, workers[0], (found,), workers, (), backend, store)
     with listener:
         met = _gathered(listener, here.secret, me.world_size, until_s=until_s)
-    nodes, workers = _nodes([RankHello.of(me), *(hello for hello, _ in met)])
+    hellos = [RankHello.of(me, gpu), *(hello for hello, _ in met)]
+    nodes, workers = _nodes(hellos)
     for worker, (_, link) in zip(workers[1:], met, strict=True):
         link.send(Said(0, worker))
-    return Meeting(me, workers[0], nodes, workers, tuple(link for _, link in met), backend, store)
+    links, gpus = tuple(link for _, link in met), tuple(hello.gpu for hello in hellos)
+    return Meeting(me, workers[0], nodes, workers, links, backend, store, gpus)
 
 
 @dataclass(frozen=True)
@@ -249,24 +282,28 @@ def _welcomed(link: Connection, secret: str) -> RankHello | None:
     return None
 
 
-def _found(me: Started, ask: Callable[[], _Address], until_s: float) -> tuple[RankLink, WorkerId]:
+def _found(
+    me: Started, ask: Callable[[], _Address], until_s: float, *, gpu: str = ""
+) -> tuple[RankLink, WorkerId]:
     """As `_joined`. The launcher's store may still hold the address of a rank 0 that is gone, until
     the one that was started in its place has written its own. Raises LostContact."""
     while True:
         try:
-            return _joined(me, ask(), until_s)
+            return _joined(me, ask(), until_s, gpu=gpu)
         except LostContact:
             if time.monotonic() > until_s:
                 raise
             time.sleep(LOOK_S)
 
 
-def _joined(me: Started, there: _Address, until_s: float) -> tuple[RankLink, WorkerId]:
+def _joined(
+    me: Started, there: _Address, until_s: float, *, gpu: str = ""
+) -> tuple[RankLink, WorkerId]:
     """The connection to rank 0, and who this one is. Raises LostContact."""
     left_s = max(1.0, until_s - time.monotonic())
     try:
         link = _connection(socket.create_connection((me.host, there.port), left_s))
-        text = json.dumps(asdict(RankHello.of(me)))
+        text = json.dumps(asdict(RankHello.of(me, gpu)))
         link.send_bytes(proof(there.secret, text) + text.encode())
         if not link.poll(left_s):
             raise TimeoutError("it does not answer")

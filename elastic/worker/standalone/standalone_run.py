@@ -68,7 +68,7 @@ from elastic.worker.profile.measure import accelerator_here
 from elastic.worker.session.session import Session
 from elastic.worker.session.workplace import Workplace
 from elastic.worker.standalone.layout_started import layout_of
-from elastic.worker.standalone.meeting import POOL, Meeting, Started, meet
+from elastic.worker.standalone.meeting import POOL, Meeting, Started, gpu_here, meet
 from elastic.worker.standalone.process_backend import (
     LinkedRank,
     OwnSession,
@@ -192,10 +192,11 @@ class StandaloneRun:
     def to_the_end(self) -> StandaloneResult:
         self._began_s = time.monotonic()
         device = self._device()
+        gpu = gpu_here(device, os.environ)
         if self.leads and is_asked(self.spec):
             self._told = ToldBeside(self.storage.uri, self.spec, self._say)
         try:
-            return self._met(device)
+            return self._met(device, gpu)
         finally:
             if self._told is not None:
                 self._told.close()  # the other ranks need not wait for that
@@ -203,8 +204,8 @@ class StandaloneRun:
     def _say(self, text: str) -> None:
         self.wishes.hear(f"run {self.name}: {text}")
 
-    def _met(self, device: torch.device | None) -> StandaloneResult:
-        meeting = meet(self.me, MEET_MOST_S)
+    def _met(self, device: torch.device | None, gpu: str) -> StandaloneResult:
+        meeting = meet(self.me, MEET_MOST_S, gpu)
         session = Session(meeting.worker, self.spec.plain(), self.storage.uri)
         session.device = device
         session.order(WorkerOrder(Prepare(meeting.worker.node_id)))
@@ -323,6 +324,7 @@ class StandaloneRun:
     def _driven(
         self, meeting: Meeting, hosted: SessionProcesses, own: OwnSession
     ) -> StandaloneResult:
+        meeting.check_gpus()
         place = self._prepared(own)
         if place is None:
             assert self._failure is not None

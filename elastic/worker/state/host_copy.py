@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from elastic.errors import InternalError
 from elastic.text import gib
 from elastic.types import Box
-from elastic.worker.process.cuda_errors import holds_lost
+from elastic.worker.process.cuda_errors import holds_lost, let_go
 from elastic.worker.process.doing import doing
 from elastic.worker.process.side_stream import SideStream, boundary, on_device, waitable
 
@@ -125,8 +126,8 @@ class HostMemory:
             if whole is None and self.pinned:
                 self._owed += 1
                 return BufferLease(self, n_bytes)
-            if whole is None:
-                self.free.clear()
+            dropped = self._dropped(whole is None)
+        let_go(dropped)
         return BufferLease(self, n_bytes, self._allocate(n_bytes) if whole is None else whole)
 
     def make(self, n_bytes: int) -> torch.Tensor:
@@ -137,7 +138,8 @@ class HostMemory:
                 whole = self._fitting(n_bytes)
                 if whole is not None:
                     return whole
-                self.free.clear()
+                dropped = self._dropped()
+            let_go(dropped)
             return self._allocate(n_bytes)
 
     def reserve(self, sizes: Sequence[int]) -> None:
@@ -152,7 +154,9 @@ class HostMemory:
                         missing.append(n_bytes)
                     else:
                         kept.append(whole)
-                self.free = kept if missing else [*kept, *self.free]
+                dropped = self._dropped(bool(missing))
+                self.free += kept
+            let_go(dropped)
             for n_bytes in missing:
                 whole = self._allocate(n_bytes)
                 with self.lock:
@@ -178,8 +182,14 @@ class HostMemory:
     def trim(self) -> None:
         """Lets all free buffers go, but those that a lease is about to take."""
         with self.lock:
-            if not self._owed:
-                self.free.clear()
+            dropped = self._dropped(not self._owed)
+        let_go(dropped)
+
+    def _dropped(self, wanted: bool = True) -> list[torch.Tensor]:
+        """The free buffers, to be let go of outside of the lock."""
+        dropped = self.free if wanted else []
+        self.free = [] if wanted else self.free
+        return dropped
 
 
 class Flat:
@@ -299,9 +309,9 @@ class HostCopies:
         releases it when it has read it. None: every buffer is still being read; the caller does
         without."""
         newest = self._newest() if self._newest is not None else None
-        again = newest is not None and (newest.step, newest.error) == (step, None)
-        if newest is not None and again and newest.lease.in_use:
-            return newest.retain()
+        if newest is not None and (newest.step, newest.error) == (step, None):
+            with suppress(InternalError):  # others may release it at any moment
+                return newest.retain()
         if not self.available:
             return None
         self.settle()
@@ -334,8 +344,10 @@ class HostCopies:
             # of a GPU on a stream of its own, behind the boundary; `filled` then means: all copies
             # are queued
             with self._side.behind(at) as stream:
-                self._copy(copy, stream is not None)
-                copy.on_device = waitable(stream) if stream is not None else None
+                try:
+                    self._copy(copy, stream is not None)
+                finally:  # what was queued before an error is still on its way
+                    copy.on_device = waitable(stream) if stream is not None else None
             copy.whole = True
         except BaseException as error:  # noqa: BLE001 - told to whoever waits for the copy
             holds_lost(error)

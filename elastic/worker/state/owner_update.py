@@ -26,6 +26,9 @@ from elastic.errors import ProgramError
 from elastic.reshard.owner_exchange import BUCKET_BYTES, SteppedWhole, in_buckets, stepped_whole
 from elastic.reshard.rank_boxes import Region
 from elastic.types import Layout, ModelProfile
+from elastic.worker.process.doing import doing
+from elastic.worker.process.readback import sent
+from elastic.worker.process.side_stream import SideStream
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.optimizers import Optimizers, shown
 from elastic.worker.program.owned.optimizer_counters import Values
@@ -133,6 +136,7 @@ class OwnerUpdate:
             for fqn, one in self.owned.items()
         }
         self.kept = {fqn: self._boxes(one) for fqn, one in self.owned.items()}
+        self._side = SideStream(self.groups.device)
         self._forms = {
             fqn: StateForm.parse(self.profile.kept_of(one.spec).form)
             for fqn, one in self.owned.items()
@@ -213,12 +217,33 @@ class OwnerUpdate:
         return Flight(send, received, work)
 
     def _arrived(self, flight: Flight) -> torch.Tensor:
+        """For the current stream; on CUDA the host does not wait, and nobody knows yet whether the
+        exchange was aborted."""
         if flight.work is not None:
             flight.work.wait()
-            if flight.received.is_cuda:
-                torch.cuda.current_stream(flight.received.device).synchronize()
-            self.groups.check()  # else what an aborted kernel has left could pass for values
         return flight.received
+
+    def _has_gradient(self, letters: Sequence[Letter], flight: Flight) -> Iterator[bool]:
+        """Of each piece of the letters. The host waits for the exchange, and not for what the
+        device has to do besides."""
+        heads = [own[: len(letter.pieces)] for letter, own in _cut(letters, flight.received)]
+        if not heads:
+            return iter(())
+        with self._side.behind(None), doing("device"):
+            self._arrived(flight)
+            there = torch.cat(heads).tolist()
+        self.groups.check()
+        return map(bool, there)
+
+    def _check(self) -> None:
+        """What an aborted kernel has left must not pass for values: asked once, when all exchanges
+        of a step have ended, since until then the state is that of no step."""
+        if self.n == 1 or self.groups.pretended:
+            return
+        if self.groups.device.type == "cuda":
+            with doing("device"):
+                torch.cuda.current_stream(self.groups.device).synchronize()
+        self.groups.check()
 
     def _buffer(self, letters: Sequence[Letter]) -> torch.Tensor:
         n_bytes = sum(letter.n_bytes for letter in letters)
@@ -249,6 +274,7 @@ class OwnerUpdate:
                 self._fill(*coming.pop(), gradients)
         while going:
             self._take(*going.pop())
+        self._check()
         if not self.buckets:
             optimizers.step_whole(())
 
@@ -259,7 +285,7 @@ class OwnerUpdate:
         send = self._buffer(ways.sent)
         for letter, own in _cut(ways.sent, send):
             there = [one.spec.fqn in gradients for one, _ in letter.pieces]
-            own[: len(there)] = torch.tensor(there, dtype=torch.uint8)
+            own[: len(there)] = sent(torch.tensor(there, dtype=torch.uint8), own.device)
             for one, _, (gradient, value) in letter.views(own):
                 value.copy_(self.local[one.spec.fqn])
                 if one.spec.fqn in gradients:
@@ -271,14 +297,14 @@ class OwnerUpdate:
     @torch.no_grad()
     def _fill(self, bucket: Bucket, coming: Flight, gradients: Gradients) -> None:
         received = self._arrived(coming)
+        there = self._has_gradient(bucket.to_owners.got, coming)
         for fqn, one in bucket.owned.items():
             whole = self.wholes[fqn]
             whole.grad = gradients.get(fqn) if self._in_place(one) else None
             if not self._in_place(one):
                 whole.data = whole.data.new_empty(one.spec.shape)
         for letter, own in _cut(bucket.to_owners.got, received):
-            there = own[: len(letter.pieces)].tolist()
-            for (one, part, (gradient, value)), has in zip(letter.views(own), there, strict=True):
+            for (one, part, (gradient, value)), has in zip(letter.views(own), there, strict=False):
                 whole = self.wholes[one.spec.fqn]
                 _part(whole, part).copy_(value)
                 if has:

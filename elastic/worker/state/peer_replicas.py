@@ -43,6 +43,7 @@ class _Flight:
     problems: list[str] = field(default_factory=list)
     left: int = 0  # parts under way
     over: threading.Event = field(default_factory=threading.Event)
+    given_up: bool = False  # its last part lets go of the buffers
     stored_s: float = 0.0
     stall_s: float = 0.0
     n_steps: int = 0
@@ -60,6 +61,18 @@ class _Flight:
     def stored(self) -> bool:
         """Is this rank's part stored at both ends?"""
         return self.ended and not self.problems
+
+    def give_up(self) -> None:
+        """Its buffers are free again, once no part writes them any more."""
+        with self.lock:
+            self.given_up, ended = True, self.ended
+        if ended:
+            self.release()
+
+    def release(self) -> None:
+        self.own.release()
+        for lease in self.incoming.values():
+            lease.release()
 
 
 @dataclass
@@ -197,6 +210,9 @@ class PeerReplicas:
                 flight.left -= 1
                 if flight.ended:
                     flight.over.set()
+                last = flight.ended and flight.given_up
+            if last:
+                flight.release()
 
         assert self._hands is not None
         self._hands.do(run)
@@ -281,11 +297,8 @@ class PeerReplicas:
             return
         flight.quit.set()
         flight.pace.hurry.set()
-        # else a thread still writes: the buffers are left to the garbage collector
-        if flight.over.wait(QUIT_MOST_S):
-            flight.own.release()
-            for lease in flight.incoming.values():
-                lease.release()
+        flight.over.wait(QUIT_MOST_S)
+        flight.give_up()
 
     def close(self) -> None:
         if self._hands is not None:
@@ -296,9 +309,11 @@ class PeerReplicas:
         acknowledges it and have dropped the one before. It is handed out once. Without `own`: only
         what was received, which needs no device."""
         flight, self.flight = self.flight, None
-        if flight is None or not flight.stored:
-            return []
-        return self._held(flight, own)
+        if flight is not None and flight.stored:
+            return self._held(flight, own)
+        if flight is not None:
+            flight.give_up()
+        return []
 
     def copy(self, step: int) -> Copy:
         """The acknowledged copy of `step`; who keeps what of it follows from the plan."""

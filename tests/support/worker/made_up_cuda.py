@@ -54,6 +54,9 @@ def make_up(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         def wait_event(self, event: Any) -> None:
             cuda.note("stream waits", self.device, event)
 
+        def synchronize(self) -> None:
+            cuda.note("host waits", self.device, self)
+
     class Event:
         def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
             self.blocking, self.device = blocking, -1

@@ -12,6 +12,8 @@ generation on it, all on the CPU.
   `abort` ends first where they hang; it may raise or take long.
 - Calls are counted when they are enqueued, and run in that order, `late_s` after it: inputs are
   read then.
+- Ranks are connected by the first call of a kind, and by the first message between two: a step may
+  not make one (only the world, whose messages move the state, is free to).
 - An all-to-all without sizes fails, as torch's does over NCCL 2.28 and later where communicators can
   be aborted while they are set up: it takes "in progress" for an error.
 - Tensors of host memory are refused beside those of the device, and so are types that NCCL does not
@@ -29,7 +31,8 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -39,6 +42,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from elastic.worker.process.fault_injection import MADE_UP, DeviceFaults
 from elastic.worker.process_groups import groups
+from elastic.worker.process_groups.first_use import Use
 from elastic.worker.process_groups.transport import Host, Nccl, gloo_of
 from elastic.worker.state.host_copy import CopyThreads
 
@@ -50,6 +54,7 @@ WRONG = 7.0  # what an aborted operation leaves in its outputs
 SET_UP_S = 5.0
 ENDS_S = 60.0  # that abort and shutdown wait for kernels; then they raise, as torch does
 LOOK_S = 0.0005
+GATHER, SCATTER = "all-gather", "reduce-scatter"
 NO_TYPE = (torch.int16, torch.complex64, torch.complex128)  # of NCCL's
 
 
@@ -141,6 +146,7 @@ class NcclLike(dist.ProcessGroup):
     shutdown_takes_s = 0.0
     dies_after: int | None = None  # operations of this process on the device
     lost = False  # this process's device
+    strict = False  # a first call of its kind outside of the warm-up is an error
     late_s = 0.0  # from the call to the beginning of an operation on the device
     before: Callable[[Any], None] | None = None  # called with each operation's process group
     on_device: ClassVar[weakref.WeakSet[DeviceWork]] = weakref.WeakSet()
@@ -158,6 +164,7 @@ class NcclLike(dist.ProcessGroup):
         self.set_up = False
         self.uses = threading.Lock()  # torch's of a communicator, which set-up holds
         self.cut_off = threading.Event()  # the connections of its set-up are shut
+        self.warming, self.connected = False, set[str]()
         self.from_host = False  # everything that is sent lies in host memory
         self._stream: CopyThreads | None = None
         self.n_enqueued = 0
@@ -218,6 +225,12 @@ class NcclLike(dist.ProcessGroup):
                 )
         self.set_up = True
 
+    def _connect(self, kind: str) -> None:
+        new = kind and kind not in self.connected and not self.warming
+        if NcclLike.strict and new and self.known_as != "0":
+            raise AssertionError(f"the first {kind} in this group comes within a step")
+        self.connected.add(kind)
+
     def _all_came(self) -> bool:
         try:
             return self.store.check([f"first-use/{rank}" for rank in range(self.n)])
@@ -226,9 +239,9 @@ class NcclLike(dist.ProcessGroup):
 
     def _run(
         self, call: Callable[[dist.ProcessGroup], dist.Work], inputs: Any, outputs: Any,
-        on_device: bool = False,
+        on_device: bool = False, kind: str = "",
     ) -> dist.Work:  # fmt: skip
-        """`on_device`: whatever the tensors are."""
+        """`on_device`: whatever the tensors are. `kind`: what connects ranks that are not yet."""
         tensors, filled = [*_flat(inputs), *_flat(outputs)], _flat(outputs)
         if NcclLike.before is not None:
             NcclLike.before(self)
@@ -241,6 +254,7 @@ class NcclLike(dist.ProcessGroup):
         if not self.set_up:
             with self.uses:
                 self._set_up()
+        self._connect(kind)
         self.n_enqueued += 1
         if NcclLike.dies_after is not None:
             if NcclLike.dies_after == 0:
@@ -261,20 +275,24 @@ class NcclLike(dist.ProcessGroup):
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda to: to.allgather(outputs, inputs), inputs, outputs)
+        return self._run(lambda to: to.allgather(outputs, inputs), inputs, outputs, kind=GATHER)
 
     def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda to: to._allgather_base(output, given), given, output)
+        return self._run(lambda to: to._allgather_base(output, given), given, output, kind=GATHER)
 
     _allgather_base = all_gather_single
 
     def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda to: to._reduce_scatter_base(output, given, opts), given, output)
+        return self._run(
+            lambda to: to._reduce_scatter_base(output, given, opts), given, output, kind=SCATTER
+        )
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda to: to.reduce_scatter(outputs, inputs, opts), inputs, outputs)
+        return self._run(
+            lambda to: to.reduce_scatter(outputs, inputs, opts), inputs, outputs, kind=SCATTER
+        )
 
     def all_to_all_single(
         self, output: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None
@@ -282,16 +300,24 @@ class NcclLike(dist.ProcessGroup):
         if not out_sizes and not in_sizes:
             raise RuntimeError("NCCL Error 7: NCCL operation in progress")
         return self._run(
-            lambda to: to.alltoall_base(output, given, out_sizes, in_sizes), given, output, True
+            lambda to: to.alltoall_base(output, given, out_sizes, in_sizes),
+            given,
+            output,
+            True,
+            "all-to-all",
         )
 
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Any, to_rank: int, tag: int = 0) -> dist.Work:
-        return self._run(lambda to: to.send(tensors, to_rank, tag), tensors, ())
+        return self._run(
+            lambda to: to.send(tensors, to_rank, tag), tensors, (), kind=f"message to {to_rank}"
+        )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
-        return self._run(lambda to: to.recv(tensors, source, tag), (), tensors)
+        return self._run(
+            lambda to: to.recv(tensors, source, tag), (), tensors, kind=f"message from {source}"
+        )
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self._run(lambda to: to.reduce(tensors, opts or dist.ReduceOptions()), (), tensors)
@@ -325,6 +351,7 @@ class NcclLikeTransport(Nccl):
     """elastic's own code for NCCL, over NcclLike."""
 
     backend = f"cpu:{NAME}"
+    large_bytes = 1 << 10
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(torch.device("cpu"))
@@ -359,6 +386,17 @@ class NcclLikeTransport(Nccl):
     def counters(self, group: dist.ProcessGroup) -> tuple[Any, ...]:
         return (group,)
 
+    def warm_up(self, groups: Mapping[dist.ProcessGroup, Collection[Use]]) -> None:
+        for warming in (True, False):
+            for group in groups:
+                group.warming = warming  # type: ignore[attr-defined]
+            if warming:
+                super().warm_up(groups)
+
+    @contextmanager
+    def _batch(self, group: Any) -> Iterator[list[Any]]:
+        yield []
+
     def break_set_up(self, before: Collection[int]) -> None:
         with NcclLike.lock:
             for group in NcclLike.setting_up:
@@ -366,13 +404,14 @@ class NcclLikeTransport(Nccl):
 
 
 class NcclLikeHostOnly(NcclLikeTransport):
-    def warm_up(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def warm_up(self, groups: Mapping[dist.ProcessGroup, Collection[Use]]) -> None:
         """There is no communicator."""
 
 
 def use() -> None:
     """In a worker's process: its generations are on NcclLike from now on, and nothing goes through
     a device that has failed."""
+    NcclLike.strict = True
     plain = DeviceFaults.check
 
     def check(faults: DeviceFaults, place: str) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.places import PROGRAMS
 from support.worker.chain import job_of, pass_through
+from support.worker.host_reads import HostReads
 from support.worker.ranks import on_ranks
 from support.worker.worker_pool import Pool
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from elastic.worker.equivalence.stages.unit_flow import with_flow
 from elastic.worker.equivalence.structure import structure_of
 from elastic.worker.parallel.activation_checkpointing import checkpoint_blocks
 from elastic.worker.parallel.keyed_draws import KeyedDraws, row_keys
+from elastic.worker.parallel.keyed_numbers import Distribution, uniform
 from elastic.worker.parallel.pipeline import cut_stage
 from elastic.worker.parallel.stages.carried_values import MODEL_INPUT
 from elastic.worker.program.model_profile import trace
@@ -427,3 +429,12 @@ def test_names_stay_and_so_does_evaluation() -> None:
     once = plain.train()(x)
     torch.manual_seed(5)
     assert torch.equal(keyed.train()(x), once)  # outside of a step torch draws as ever
+
+
+def test_keys_go_to_a_gpu_without_waiting_for_it() -> None:
+    device = torch.device("cpu")
+    with HostReads([]) as reads:
+        rows = torch.empty(3, 8, device=device)
+        Distribution("bernoulli_", (0.5,)).fill(rows, [4, 5, 6])
+    assert not reads.seen
+    assert torch.equal(rows, (uniform([4, 5, 6], 8, device) < 0.5).float())

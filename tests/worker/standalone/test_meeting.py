@@ -10,16 +10,18 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from elastic.errors import LostContact
+from elastic.errors import LostContact, SpecError
 from elastic.types import Node, StopAsked, WorkerId
 from elastic.worker.hosting.served_session import Said
 from elastic.worker.process_groups.rendezvous import listening, proof
 from elastic.worker.standalone import meeting
-from elastic.worker.standalone.meeting import RankHello, Started
+from elastic.worker.standalone.meeting import Meeting, RankHello, Started, gpu_here
 
 SECRET = "5e" * 32
 
@@ -149,3 +151,48 @@ def test_the_launchers_node_counts_before_the_hosts_name() -> None:
     assert Started.of({**given, "GROUP_RANK": "3"}).node == "3"
     assert Started.of({**given, "NODE_RANK": "4"}).node == "4"
     assert RankHello.of(Started.of(given)).node == socket.gethostname()
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, uuid: str, **environment: str) -> str:
+    made_up = SimpleNamespace(uuid=uuid)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: made_up)
+    return gpu_here(torch.device("cuda", 0), environment)
+
+
+def test_ranks_that_have_one_gpu_together_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL tells GPUs apart: by their id on one host, which NCCL_HOSTID may name."""
+    host = socket.gethostname()
+    first, second = gpu(monkeypatch, "1a"), gpu(monkeypatch, "2b")
+    Meeting(Started(), WorkerId("node-0", 0), gpus=(first, second)).check_gpus()
+    Meeting(Started(), WorkerId("node-0", 0), gpus=("", "")).check_gpus()
+    apart = [gpu(monkeypatch, "1a", NCCL_HOSTID=name) for name in ("x", "y")]
+    Meeting(Started(), WorkerId("node-0", 0), gpus=tuple(apart)).check_gpus()
+    assert gpu(monkeypatch, "1a", NCCL_MULTI_RANK_GPU_ENABLE="1") == ""
+    assert gpu_here(None, {}) == ""
+    shared = (first, second, first, second, *apart, *apart)
+    with pytest.raises(SpecError) as refused:
+        Meeting(Started(), WorkerId("node-0", 0), gpus=shared).check_gpus()
+    said = str(refused.value)
+    assert said.startswith(
+        f"ranks 0, 2 have GPU-1a of {host}; ranks 1, 3 have GPU-2b of {host}; 2 more GPUs likewise: "
+        "NCCL takes one rank for each GPU; start as many ranks as a host has GPUs"
+    )
+    assert "\n" not in said
+
+
+def test_rank_0_hears_which_gpu_each_rank_has() -> None:
+    joined: list[Any] = []
+    with listening("127.0.0.1") as listener:
+        there = meeting._Address(listener.getsockname()[1], 0, SECRET)
+        until_s = time.monotonic() + 20.0
+        thread = threading.Thread(
+            target=lambda: joined.append(
+                meeting._found(Started(1, 0, 2), lambda: there, until_s, gpu="GPU-1a of h")
+            ),
+            daemon=True,
+        )
+        thread.start()
+        ((hello, link),) = meeting._gathered(listener, SECRET, 2, until_s=until_s)
+    link.send(Said(0, WorkerId("node-0", 1)))
+    thread.join(20.0)
+    assert (hello.gpu, joined[0][1]) == ("GPU-1a of h", WorkerId("node-0", 1))

@@ -52,14 +52,14 @@ from elastic.ledger.lease import Lease, Times, newest
 from elastic.observe.metrics.step_rows import read_rows
 from elastic.program import load_program
 from elastic.storage import open_storage
-from elastic.types import Layout, StepDone, parse_layout
+from elastic.types import Layout, StepDone, WorkerId, parse_layout
 from elastic.worker import __main__ as worker_command
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.hosting.resume_checks import check_layouts
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 from elastic.worker.standalone.layout_started import layout_of
-from elastic.worker.standalone.meeting import Started
+from elastic.worker.standalone.meeting import Meeting, Started
 from elastic.worker.standalone.rank_link import CommittedCheckpoint
 from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 
@@ -226,6 +226,15 @@ def test_half_an_environment_is_named(environment: dict[str, str], says: str) ->
 
 def spec(tmp_path: Path, **more: Any) -> JobSpec:
     return load_job(job(tmp_path, **more))
+
+
+def test_ranks_that_share_a_gpu_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    run = StandaloneRun(spec(tmp_path), StandaloneOptions(storage=str(tmp_path / "runs")), {})
+    met = Meeting(run.me, WorkerId("node-0", 0), gpus=("GPU-1a of h", "GPU-1a of h"))
+    unused: Any = None
+    with pytest.raises(SpecError, match="ranks 0, 1 have GPU-1a of h: NCCL takes one rank"):
+        run._driven(met, unused, unused)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

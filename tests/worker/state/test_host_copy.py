@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.errors import InternalError
 from elastic.types import Box
+from elastic.worker.process import cuda_errors
 from elastic.worker.state import host_copy
 from elastic.worker.state.host_copy import Flat, HostCopies, HostMemory, Tensors
 
@@ -234,3 +235,83 @@ def test_what_the_device_still_copies_is_neither_freed_nor_used_again(
     reading.result(60)
     until(lambda: len(memory.free) == 1, "the buffer to be free")
     until(lambda: gc.collect() is not None and read() is None, "the live tensors to be let go")
+
+
+@pytest.mark.parametrize("how", ["lease", "make", "reserve", "trim"])
+def test_what_is_let_go_is_freed_without_pythons_lock(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch, whoever still refers to the tensor, and while others may return their buffers: for
+    pinned memory CUDA waits until the kernels have ended."""
+    memory = HostMemory(pinned=how == "make")
+    monkeypatch.setattr(memory, "_pins", False)
+    leases = [memory.lease(100), memory.lease(200)]
+    assert [lease.buffer.numel() for lease in leases] == [100, 200]
+    for lease in leases:
+        lease.release()
+    whole, freed = list(memory.free), []
+    plain = host_copy.let_go
+
+    def let_go(buffers: list[torch.Tensor]) -> None:
+        assert memory.lock.acquire(blocking=False), "a release would wait for the kernels too"
+        memory.lock.release()
+        freed.extend(buffers)
+        plain(buffers)
+
+    monkeypatch.setattr(host_copy, "let_go", let_go)
+    if how in ("lease", "make"):
+        assert memory.lease(1000).buffer.numel() == 1000
+    elif how == "reserve":
+        memory.reserve([1000, 2000])
+    else:
+        memory.trim()
+    assert {id(one) for one in freed} == {id(one) for one in whole}
+    assert [one.untyped_storage().nbytes() for one in whole] == [0, 0]
+
+
+def test_nothing_is_let_go_after_an_error_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_errors, "_held", [torch.ones(1)])
+    memory = HostMemory()
+    memory.lease(100).release()
+    (whole,) = memory.free
+    memory.trim()
+    assert memory.free == [] and whole.untyped_storage().nbytes() == 100
+
+
+def test_a_copy_that_fails_midway_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device was given before still reads the live tensors and writes the buffer."""
+    event, memory = Copying(), HostMemory()
+    host = HostCopies(memory, live(), frozenset())
+    monkeypatch.setattr(host._side, "behind", lambda at: nullcontext(object()))
+    monkeypatch.setattr(host_copy, "waitable", lambda stream: event)
+
+    def fails(copy: object, non_blocking: bool = False) -> None:
+        raise RuntimeError("put in by the test")
+
+    monkeypatch.setattr(host, "_copy", fails)
+    copy = host.take(1)
+    assert copy is not None and copy.filled.wait(60)
+    with pytest.raises(InternalError, match="put in by the test"):
+        copy.wait()
+    copy.release()
+    assert memory.free == []
+    event.done.set()
+    copy.reading.result(60)
+    until(lambda: len(memory.free) == 1, "the buffer to be free")
+    host.close()
+
+
+def test_a_copy_that_is_released_while_it_is_asked_for_is_made_anew() -> None:
+    host = copies(live())
+    first = host.take(1)
+    assert first is not None
+
+    class Late(type(first.lease)):  # type: ignore[misc]
+        in_use = True  # as it was before its last user released it
+
+    first.wait()
+    first.lease.__class__ = Late
+    first.release()
+    again = host.take(1)
+    assert again is not None and again is not first and again.lease is not first.lease
+    host.close()

@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from support.places import PROGRAMS
 from support.reference import train_alone
 from support.worker.chain import job_of
 from support.worker.faulty_pool import FaultyPool
+from support.worker.host_reads import HostReads
+from support.worker.made_up_cuda import make_up
 from support.worker.nccl_like_pool import NcclLikePool
 from support.worker.owner_steps import gradients, stepping
 from support.worker.plans import from_copies, plan
@@ -75,6 +78,43 @@ def test_small_buckets_give_the_same_bits_in_less_memory() -> None:
         assert large["tensors"] == small["tensors"]
         assert 0 < small["most"] <= SMALL + small["tensor"]
         assert small["left"] == large["left"] == 0
+
+
+def reads(rank: int, n: int, store: tuple[str, int]) -> tuple[list[str], int]:
+    """Where a step waits for the device in its updates at owners, and of how many buckets this rank
+    has something to read."""
+    owner_update.BUCKET_BYTES = SMALL
+    job = Job(steps=2, global_batch=12, optimizer=MUON)
+    with stepping(
+        load_program(PROGRAMS / "tiny_bare.py"), job, Layout(dp_shard=n), rank, store
+    ) as s:
+        s.fill_fresh(7)
+        s.apply(dict(gradients(s, 0)), 0.5)
+        with HostReads([]) as seen:  # what comes lies on the device
+            s.apply(dict(gradients(s, 1)), 0.5)
+        got = [bucket.to_owners.got for bucket in s.owner_update.buckets]
+        return (
+            [line for line in seen.take() if line.startswith(".tolist() at owner_update")],
+            sum(any(letter.pieces for letter in letters) for letters in got),
+        )
+
+
+@pytest.mark.e2e
+def test_the_host_reads_once_of_a_bucket_and_not_what_comes_back() -> None:
+    for seen, n_buckets in on_ranks(reads, 2):
+        assert n_buckets > 1 and len(seen) == n_buckets, seen
+
+
+def test_exchanges_are_believed_when_the_device_has_ended_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, waited = make_up(monkeypatch), []
+    groups = SimpleNamespace(
+        pretended=False, device=torch.device("cuda", 1),
+        check=lambda: waited.append([device for device, _, _ in cuda.of("host waits")]),
+    )  # fmt: skip
+    OwnerUpdate._check(SimpleNamespace(n=2, groups=groups))  # type: ignore[arg-type]
+    assert waited == [[1]]
 
 
 def aborted(*_: Any) -> None:

@@ -281,6 +281,21 @@ def test_buffers_that_are_still_written_to_are_given_to_no_other_copy(
         host.memory.free for host in ranks.hosts
     )
     ranks.lines.hold.set()
+    until(
+        lambda: all(len(host.memory.free) == 2 for host in ranks.hosts),
+        "the buffers, once nobody writes to them",
+    )
+
+
+def test_the_buffers_of_a_copy_that_a_loss_has_cut_off_are_used_again() -> None:
+    """Freed where the generation is left, they would be freed beside its kernels."""
+    ranks = Ranks(Layout(dp_shard=3))
+    ranks.lines.hold.clear()
+    ranks.start()
+    assert all(c.unacknowledged() == [] for c in ranks.copies)
+    assert not any(host.memory.free for host in ranks.hosts)
+    ranks.lines.broken.set()
+    until(lambda: all(len(host.memory.free) == 2 for host in ranks.hosts), "their buffers")
 
 
 def test_another_cadence_counts_from_the_newest_copy() -> None:
