@@ -43,6 +43,14 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def told(error: BaseException) -> str:
+    """An error of the user's code in one line, with its place there."""
+    place = raised_at(error)
+    at = f" ({os.path.basename(place.filename)}:{place.lineno})" if place else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{at}"
+
+
 def user_line() -> str:
     """Where the user's own files are now: the innermost of them, and its line; '' = nowhere."""
     for frame in outwards(sys._getframe(1)):

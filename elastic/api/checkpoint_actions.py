@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from elastic.api.running.entry import loaded
 from elastic.api.running.options import check_run_name
@@ -58,6 +58,26 @@ def _validation_losses(run: RunFolder, problems: list[str]) -> dict[int, float]:
     return found
 
 
+def _best_step(run: Storage) -> int:
+    """Of the checkpoint with the least validation loss. Raises SpecError where there is none."""
+    rows, problems = checkpoints(run)
+    found = next((int(row["step"]) for row in rows if row["best"]), None)
+    if found is not None:
+        return found
+    made = sorted(_validation_losses(RunFolder.of(run), []))
+    why = "this run has made no validation (data.validation or validation=, and eval_every)"
+    if made:
+        why = (
+            f"no checkpoint is of a step with a finite validation loss; there were {len(made)} "
+            f"validations, the last one of step {made[-1]} (keep_best: 1, and checkpoint_every as "
+            "eval_every)"
+        )
+    there = ", ".join(str(row["step"]) for row in rows if row["committed"]) or "none"
+    raise SpecError(
+        f"{run.uri}: --step best: {problems[0] if problems else why}; steps there: {there}"
+    )
+
+
 def verify(run: Storage) -> list[dict[str, Any]]:
     """Reads every byte of every committed checkpoint: its step, URI and what is wrong with it."""
     from elastic.worker.checkpoint import checkpoint_index
@@ -73,22 +93,23 @@ def verify(run: Storage) -> list[dict[str, Any]]:
 
 def export(
     run: Storage,
-    step: int | None,
+    step: int | Literal["best"] | None,
     to: str,
     *,
     job: str | None = None,
     merged: bool = False,
     weights: str = "",
 ) -> dict[str, Any]:
-    """The weights of a checkpoint (default: the newest) as safetensors in the folder `to`, with
-    what the run has kept to stand beside them (config.json, a tokenizer). `job`: the folder of its
-    job, whose program says what that is; then adapters alone, or `merged` into the weights.
-    `weights`: the type that they are written in ('bfloat16', 'int8', 'float8'). Raises
-    SpecError."""
+    """The weights of a checkpoint (None: the newest; `best`: of the least validation loss) as
+    safetensors in the folder `to`, with what the run has kept to stand beside them (config.json, a
+    tokenizer). `job`: the folder of its job, whose program says what that is; then adapters alone,
+    or `merged` into the weights. `weights`: the type that they are written in ('bfloat16', 'int8',
+    'float8'). Raises SpecError."""
     from elastic.models.weight_types import with_config
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
     from elastic.worker.program.job_program import with_frozen
 
+    number = _best_step(run) if isinstance(step, str) else step
     if job is None:
         if weights not in ("", "bfloat16"):
             raise SpecError(f"--weights {weights} needs --job JOB: the program knows its layers")
@@ -102,7 +123,7 @@ def export(
             beside = with_config(weights, beside)
         return checkpoints.export(
             run,
-            step,
+            number,
             checkpoints.open_target(to),
             tied=checkpoints.tied_names(specs),
             beside=beside,
@@ -111,7 +132,7 @@ def export(
     spec, program = loaded(job)
     program, target = with_frozen(program, spec.job()), checkpoints.open_target(to)
     return checkpoints.export_for(
-        run, step, target, program=program, merged=merged, weights=weights
+        run, number, target, program=program, merged=merged, weights=weights
     )
 
 

@@ -10,6 +10,8 @@ from elastic.cli.parser import option, run_verb, show, verb, verb_group, whole
 from elastic.observe import find_runs, run_tables
 from elastic.program import WEIGHT_TYPES
 
+BEST = "best"  # in the place of a step
+
 
 def add(verbs: Any) -> None:
     actions = verb_group(verbs, "checkpoint", "checkpoints of a run")
@@ -18,7 +20,8 @@ def add(verbs: Any) -> None:
         actions, "verify", _verify, about="read every byte of them and compare with the digests"
     )
     made = run_verb(actions, "export", _export, about="write the weights of one as safetensors")
-    option(made, "--step N", "default: the newest", type=int)
+    about = f"default: the newest; {BEST}: the one with the least validation loss"
+    option(made, "--step N", about, type=_step)
     option(made, "--to FOLDER", "an empty folder, or a URI; files of at most 5 GB", required=True)
     option(
         made,
@@ -45,6 +48,15 @@ def add(verbs: Any) -> None:
     made = run_verb(actions, "rm", _rm, about="remove those of a step, whole or interrupted")
     made.add_argument("--step", metavar="N", type=int, required=True)
     option(made, "--force", "also the only good one, or the newest of a live run")
+
+
+def _step(text: str) -> int | str:
+    if text == BEST:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a step, or {BEST}") from None
 
 
 def _ls(given: argparse.Namespace) -> int:

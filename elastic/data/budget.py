@@ -150,3 +150,13 @@ def check_lengths(job: Job, dataset: Any, what: str) -> None:
             f"{what}: {longest()[1]}: a sample of {longest()[0]} tokens, {KEY} is {tokens}; raise "
             "it"
         )
+
+
+def no_rows(job: Job, raised: str, where: str) -> str:
+    """What is said of a program that raises over a micro-batch without samples."""
+    return (
+        f"{raised}, over a micro-batch of 0 rows: {where}; let the program take 0 rows (in view "
+        f"and reshape sizes in place of -1), or give a larger {KEY} (it is "
+        f"{job.microbatch_tokens}) or global_batch ({job.global_batch}), or fewer ranks "
+        "(max_workers)"
+    )

@@ -15,7 +15,7 @@ from support.places import PROGRAMS, ROOT
 import elastic
 from elastic import api, version
 from elastic.api import Options
-from elastic.api.checkpoint_actions import checkpoints
+from elastic.api.checkpoint_actions import checkpoints, export
 from elastic.api.running import run as running
 from elastic.api.running import sample_check
 from elastic.api.running.program_file import job_given
@@ -51,6 +51,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
+from elastic.worker.checkpoint import checkpoint_verbs
 from elastic.worker.checkpoint.checkpoint_format import Marker, encode_marker
 from elastic.worker.hosting import resume_checks
 
@@ -228,6 +229,35 @@ def test_the_best_checkpoint_is_marked_where_a_loss_is_not_finite(folder: Path) 
     rows, problems = checkpoints(place.storage)
     assert [(row["step"], row["best"]) for row in rows] == [(4, False), (3, True), (2, False)]
     assert problems == []
+
+
+def test_the_best_checkpoint_is_exported_by_its_validation_loss(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, asked = prepared(folder, run_name="scored").place, list[int]()
+    marker = encode_marker(Marker(4, 1, 1, 1, {}, ()))
+    place.storage.put("checkpoints/step-00000004.g0001/commit.json", marker)
+    to = str(folder / "weights")
+    with pytest.raises(SpecError, match=r"scored: --step best: .* no validation .* there: 4$"):
+        export(place.storage, "best", to)
+    journal = Journal(place.journal, 1)
+    for step, loss in ((2, 3.0), (3, 2.0), (4, math.nan)):
+        evaluated = Evaluated(1, step, {"validation_loss": loss})
+        journal.append(float(step), [(float(step), evaluated)], None)
+    journal.close()
+    with pytest.raises(SpecError, match=r"there were 3 validations, the last one of step 4 \(keep"):
+        export(place.storage, "best", to)
+    for step in (2, 3):
+        marker = encode_marker(Marker(step, 1, 1, 1, {}, ()))
+        place.storage.put(f"checkpoints/step-{step:08d}.g0001/commit.json", marker)
+
+    def written(run: object, step: int, to: object, **_: object) -> dict[str, Any]:
+        asked.append(step)
+        return {}
+
+    monkeypatch.setattr(checkpoint_verbs, "export", written)
+    export(place.storage, "best", to)
+    assert asked == [3]
 
 
 def test_a_run_with_a_damaged_journal_goes_on_from_its_newest_copy(folder: Path) -> None:

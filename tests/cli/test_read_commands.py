@@ -168,3 +168,14 @@ def test_doctor_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_checkpoints_of_a_run_without_any(capsys: pytest.CaptureFixture[str]) -> None:
     assert called(capsys, "checkpoint", "ls", "tiny-1")[:2] == (0, "no committed checkpoint\n")
     assert as_json(capsys, "checkpoint", "verify", "tiny-1") == []
+
+
+@pytest.mark.usefixtures("storage")
+def test_a_step_to_export_is_a_number_or_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("checkpoint", "export", "tiny-1", "--to", "weights", "--step")
+    code, _, told = called(capsys, *words, "best")
+    assert code == 2 and "--step best: this run has made no validation" in told
+    assert called(capsys, *words, "7")[2].rstrip().endswith("of step 7; steps there: none")
+    with pytest.raises(SystemExit):
+        called(capsys, *words, "last")
+    assert "--step: 'last' must be a step, or best" in capsys.readouterr().err

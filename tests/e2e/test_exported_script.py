@@ -73,7 +73,7 @@ def test_a_trainer_saves_what_the_export_gives(shell: Shell) -> None:
     assert float(told["another:"]) == pytest.approx(report["validation_loss"], abs=1e-5)
     assert "predicted: (5, 9, 32)" in out and f"the trained model is in {saved} on " in out
     best = "[rank 0] note: load_best_model_at_end: the Trainer's model is that of the last step"
-    assert best in out and "`elastic checkpoint export run --step N --to FOLDER`" in out
+    assert best in out and "`elastic checkpoint export run --step best --to FOLDER`" in out
     (refused,) = [line for line in (out + err).splitlines() if "trainer.push_to_hub(): " in line]
     assert "`elastic checkpoint export run --to FOLDER` and `hf upload REPO FOLDER`" in refused
 

@@ -24,6 +24,7 @@ from elastic.api.running.start_checks import (
     check_drill,
     check_program_not_done,
     check_storage,
+    comes_again,
     keys_in,
     paid_until_s,
 )
@@ -298,6 +299,7 @@ class JobRun:
                 start, paid_until_s=paid_until_s(before, state.job.orphan_lease_s, False)
             )
         self._check_again(before, start, state, found=found)
+        self._say_resumed(start, state)
         if layouts is not None:
             check_layouts(self.spec, start.model)  # what is known of it without the comparison
             model = checked(model, layouts.result(), self.program)
@@ -326,6 +328,16 @@ class JobRun:
         check_same(before, start, found.meta, allow_changed=changes or unused)
         if supervised and not changes:
             check_not_failed(self.name, state.fatal if failed and state is not None else "")
+
+    def _say_resumed(self, start: DriverStarted, state: State | None) -> None:
+        from elastic.cluster.backend.drills import carried_out
+
+        if state is None or start.attached or not self.options.show:
+            return
+        saved = max((copy.step for copy in start.durable), default=0)
+        drilled = carried_out(start.job["drill"], self.storage)
+        if said := comes_again(self.name, state.step, saved, carried_out=drilled):
+            print(said, file=self._out(), flush=True)
 
     def _cluster(self, stack: ExitStack) -> LocalCluster | None:
         """The embedded cluster; None where there is a Ray address."""

@@ -26,7 +26,7 @@ from elastic.driver import restored
 from elastic.errors import ElasticError, SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe import find_runs
+from elastic.observe import event_messages, find_runs
 from elastic.storage import open_storage
 from elastic.storage.local import LocalStorage
 from elastic.text import n_of
@@ -288,3 +288,22 @@ def failed_by_itself(before: Sequence[Line]) -> str:
         elif isinstance(event, WorkerFailed) and event.kind == "program":
             why = event.error
     return why
+
+
+def comes_again(
+    run: str, step: int, saved: int, *, carried_out: Sequence[Mapping[str, Any]]
+) -> str:
+    """What is said where a run that had reached `step` resumes from step `saved`: that it begins
+    anew, and which drills of these steps do not come again; '' = nothing is."""
+    once = [entry for entry in carried_out if max(1, entry.get("at_step") or 0) > saved]
+    said = f"resumes from step {saved}"
+    if not saved:
+        said = "begins at step 0 again"
+        said += f": it had reached step {step}, and no checkpoint was stored" if step else ""
+    if once:
+        names = ", ".join(event_messages.drill(dict(entry)) for entry in once)
+        said += (
+            f"; drills that were carried out do not come again: {names}; another --run-name, or "
+            "none, has them (of an ElasticTrainer: RunConfig(name=...))"
+        )
+    return f"run '{run}' {said}" if once or (step and not saved) else ""

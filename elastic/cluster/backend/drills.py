@@ -17,6 +17,16 @@ DONE = f"{INBOX}done/"
 MARK_MOST_S = 4.0  # the driver waits so long for the mark of an entry
 
 
+def _mark(i: int) -> str:
+    return f"{DONE}{i:04d}.json"
+
+
+def carried_out(entries: Sequence[Mapping[str, Any]], storage: Storage) -> list[Mapping[str, Any]]:
+    """Those that earlier drivers of the run have carried out."""
+    marks = set(storage.list(DONE)) if entries else set()
+    return [entry for i, entry in enumerate(entries) if _mark(i) in marks]
+
+
 @dataclass
 class Schedule:
     """The job's drill. An entry is carried out once per run: a mark in the run's storage outlives
@@ -38,9 +48,7 @@ class Schedule:
             i = self._left[0]
             try:
                 mine = self.storage.put(
-                    f"{DONE}{i:04d}.json",
-                    json.dumps(dict(self.entries[i])).encode(),
-                    if_absent=True,
+                    _mark(i), json.dumps(dict(self.entries[i])).encode(), if_absent=True
                 )
             except (
                 OSError

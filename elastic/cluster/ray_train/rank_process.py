@@ -393,6 +393,10 @@ class RankProcess:
                 if self.rank == 0 and (found := steps.read(line.rstrip("\n"))) is not None:
                     with self._lock:
                         self._stepped(*found, time.monotonic(), logged=steps.taken())
+                if self.rank == 0 and steps.note:
+                    with suppress(OSError):
+                        os.write(1, f"{steps.note}\n".encode())
+                    steps.note = ""
                 while self.rank == 0 and steps.evaluations:
                     at, loss = steps.evaluations.pop(0)
                     with self._lock:

@@ -20,6 +20,7 @@ LOSS = re.compile(r"\bloss\b[\s:=]*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.IG
 VALIDATES = re.compile(
     r"\b(?:val|valid|validation|eval|evaluation)\b.*?\b(?:step|iter(?:ation)?)\b", re.IGNORECASE
 )
+EPOCH = re.compile(r"\bepoch\b[\s:=#\[]*(\d+)", re.IGNORECASE)
 # transformers.Trainer logs a dict of its losses without the step, and draws its bar anew after it
 HF_LOSS = re.compile(r"^\s*\{.*'loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
 HF_EVAL = re.compile(r"\{.*'eval_loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
@@ -32,6 +33,11 @@ LOGGED = "elastic.log "  # what a line of elastic.log begins with
 REPORT_LINE = "ray.train.report{n}: {told}"
 REPORT = re.compile(r"ray\.train\.report(?: (\d+))?: (\{.*\})$")
 TRACEBACK = "Traceback (most recent call last):"
+AGAIN = (
+    "note: step numbers begin again at each epoch: step {step} after step {newest} counts as step "
+    "{counted} of the run, and so do metrics and drills; number them over the whole run to have "
+    "one number everywhere"
+)
 
 
 def step_in(line: str) -> tuple[int, float] | None:
@@ -48,18 +54,21 @@ class StepReader:
     validation set, until somebody takes them. `_total`: of the bar of the training; others are
     drawn too, of an evaluation, of files that are written.
 
-    A number that falls is of a new epoch. `before`: the steps before each one; with those of the
-    group before, `first_most` says the most that the first step of this one is."""
+    A number that falls, or is that of the epoch before, is of a new epoch. `before`: the steps
+    before each one; with those of the group before, `first_most` says the most that the first step
+    of this one is. `note`: that it is so, said of the first one, until somebody takes it."""
 
     before: list[int] = field(default_factory=lambda: [0])
     first_most: int = 0
     evaluations: list[tuple[int, float]] = field(default_factory=list)
+    note: str = ""
     _loss: float | None = None
     _evaluated: float | None = None
     _total: str = ""
     _bar_s: float = -math.inf
     _logged: dict[str, float] = field(default_factory=dict)  # since the step before
     _newest: int | None = None  # as it was printed
+    _epoch: str = ""  # likewise, of that one; '' = its line names none
     _by_report: bool = False  # its steps are reports, since it prints none
 
     def read(self, line: str) -> tuple[int, float] | None:
@@ -71,7 +80,7 @@ class StepReader:
             return self._reported(float(reported[1] or math.nan), reported[2])
         if found := step_in(line):
             self._by_report = False
-            return None if self._is_other(found[0], line) else self._counted(*found)
+            return None if self._is_other(found[0], line) else self._counted(*found, line)
         if logged := HF_LOSS.search(line):
             self._loss = float(logged[1])
             return None
@@ -86,7 +95,7 @@ class StepReader:
             return None
         loss, self._loss, self._total = self._loss, None, bar[2]
         self._by_report = False
-        return self._counted(int(bar[1]), loss)
+        return self._counted(int(bar[1]), loss, "")
 
     def _reported(self, n: float, text: str) -> tuple[int, float] | None:
         """The n-th report of the run is a step where it tells a loss: the one that it names, else,
@@ -97,7 +106,7 @@ class StepReader:
         name = "loss" if "loss" in told else "train_loss"
         if known := math.isfinite(step) and math.isfinite(told.get(name, math.nan)):
             self._by_report = "step" not in told
-            found = self._counted(int(step), told.pop(name))
+            found = self._counted(int(step), told.pop(name), "")
         self._logged |= {one: told[one] for one in told if one not in STEP_NAMES}
         return found if known else None
 
@@ -105,14 +114,19 @@ class StepReader:
         """Does the line begin no epoch, but tell of a validation in one?"""
         return self._newest is not None and step < self._newest and bool(VALIDATES.search(line))
 
-    def _counted(self, step: int, loss: float) -> tuple[int, float]:
+    def _counted(self, step: int, loss: float, line: str) -> tuple[int, float]:
         """The step as one of the run, and its loss."""
+        named = EPOCH.search(line)
+        epoch = named[1] if named and not VALIDATES.search(line) else ""
         if self._newest is None:
             while len(self.before) > 1 and self.before[-1] + step > self.first_most:
                 self.before.pop()
-        elif step < self._newest:
+        elif step < self._newest or (step == self._newest and epoch and epoch != self._epoch != ""):
             self.before.append(self.before[-1] + self._newest)
-        self._newest = step
+            if len(self.before) == 2:
+                counted = self.before[-1] + step
+                self.note = AGAIN.format(step=step, newest=self._newest, counted=counted)
+        self._newest, self._epoch = step, epoch or self._epoch
         return self.before[-1] + step, loss
 
     def taken(self) -> dict[str, float]:

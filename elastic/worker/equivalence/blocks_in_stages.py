@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from elastic.program import Program
 from elastic.types import ModelProfile
+from elastic.user_frames import told
 from elastic.worker.equivalence.forward_trace import (
     INPUT,
     KEYWORDS,
@@ -26,7 +27,6 @@ from elastic.worker.equivalence.forward_trace import (
     Op,
     Tracer,
     shape_of,
-    told,
 )
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.parallel.pipeline import cut_stage

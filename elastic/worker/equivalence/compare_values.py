@@ -27,8 +27,9 @@ from elastic.errors import ElasticError
 from elastic.types import Job, Layout, Plan, WorkerId
 from elastic.types.grid import coordinates
 from elastic.types.orders import Rendezvous
+from elastic.user_frames import told
 from elastic.worker.equivalence.blocks_in_stages import even
-from elastic.worker.equivalence.forward_trace import Batch, python_random, told
+from elastic.worker.equivalence.forward_trace import Batch, python_random
 from elastic.worker.equivalence.no_randomness import DRAWN, Still, draws_left
 from elastic.worker.equivalence.reference_pass import Outputs, Pass
 from elastic.worker.equivalence.small_batch import first_positions, longest, positions

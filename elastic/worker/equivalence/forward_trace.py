@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.program import Program
 from elastic.types import coarsest
-from elastic.user_frames import INSTALLED, STDLIB, outwards, raised_at
+from elastic.user_frames import INSTALLED, STDLIB, outwards
 from elastic.version import PACKAGE
 from elastic.worker.equivalence.passes.python_numbers import numbers_of
 from elastic.worker.parallel.draw_requests import arguments_of
@@ -486,11 +486,3 @@ def shape_of(value: Any) -> Any:
     return (
         value if isinstance(value, int | float | str | bool | type(None)) else type(value).__name__
     )
-
-
-def told(error: BaseException) -> str:
-    """An error of the user's code in one line, with its place there."""
-    place = raised_at(error)
-    at = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}{at}"

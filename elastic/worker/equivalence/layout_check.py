@@ -30,6 +30,7 @@ from elastic.data.streams import N_POSITIONS, with_stream
 from elastic.errors import ElasticError, ProgramError, SpecError
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, ModelProfile
+from elastic.user_frames import told
 from elastic.version import PACKAGE, version_of
 from elastic.worker.equivalence.compare_values import (
     FAMILIES,
@@ -39,7 +40,7 @@ from elastic.worker.equivalence.compare_values import (
     kept_between,
     sees_others,
 )
-from elastic.worker.equivalence.forward_trace import Batch, told
+from elastic.worker.equivalence.forward_trace import Batch
 from elastic.worker.equivalence.loss_is_sum import check_before_start
 from elastic.worker.equivalence.passes.between_passes import (
     gradients_stand,

@@ -4,8 +4,8 @@ driver before a worker starts, and by workers of a model that is too large to be
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from elastic.data.batches import item_of
-from elastic.data.budget import Microbatch, budget_of
+from elastic.data.budget import Microbatch, TokenBudget, budget_of, no_rows
 from elastic.data.collate import collate
 from elastic.data.open_datasets import Sets, validation_of
+from elastic.data.order import sample_ids
 from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program, drawing
-from elastic.types import Job
-from elastic.worker.equivalence.forward_trace import told
-from elastic.worker.loop.loss_reduction import Means
+from elastic.text import n_of
+from elastic.types import Job, Layout, is_auto
+from elastic.user_frames import told
+from elastic.worker.loop.loss_reduction import Means, check_any_rows, is_own
 from elastic.worker.program.calls import call_model, count_of, loss_of, mapped, tensors_in
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import build_meta
@@ -29,14 +31,8 @@ from elastic.worker.step.logged_sums import Sums
 log = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
+STEPS_LOOKED, SIZES_LOOKED = 20, 8  # for micro-batches without samples
 MOST_PARAMETERS = 1 << 27  # of a model that is run with values here
-# what a program may raise here and not where it is trained
-ELSEWHERE = (AssertionError, ImportError, MemoryError, NotImplementedError, OSError)
-DEVICES = re.compile(
-    r"cuda|gpu|nvidia|hip|rocm|triton|device|driver|kernel|backend|\bcpu\b|\bmeta\b|'NoneType'|"
-    r"dtype|scalar type|bfloat16|\bhalf\b|not implemented|not supported|unsupported",
-    re.IGNORECASE,
-)
 NO_GRADIENTS = "does not require grad"
 ENABLE = "; passes of a validation have no gradients: take them under torch.enable_grad()"
 MOST_ELEMENTS = 1 << 26  # of an output that the driver makes up: logits of long sequences are more
@@ -53,9 +49,13 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> None:
         try:
             model = build_meta(program)
             stopped = check_on_shapes(
-                program, model, lambda n: first_sample(job, dataset, n), most=MOST_ELEMENTS
+                program,
+                model,
+                lambda n: first_sample(job, dataset, n, within=False),
+                most=MOST_ELEMENTS,
             )
             if stopped is None:
+                check_no_rows(program, model, job, dataset=dataset)
                 check_beside(
                     program,
                     model,
@@ -64,6 +64,7 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> None:
                     validation=lambda: validation_of(program, job),
                 )
                 check_evaluate(program, model, job)
+                check_validation(program, model, job)
         except ElasticError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's model and dataset
@@ -126,7 +127,7 @@ def check_beside(
             samples = next(iter(samples.values()))
         if numbers is None or samples is None:
             continue
-        batches = [first_sample(job, samples, n) for n in (1, 2)]
+        batches = [first_sample(job, samples, n, within=False) for n in (1, 2)]
         try:
             with torch.no_grad():
                 outputs = [call_model(program, model, _on_meta(batch)) for batch in batches]
@@ -149,6 +150,52 @@ def check_beside(
                     )
 
 
+def check_no_rows(program: Program, model: nn.Module, job: Job, *, dataset: Any) -> None:
+    """A rank with fewer samples than another has micro-batches computes some without rows. Raises
+    ProgramError where one of the first steps has such, and the program cannot."""
+    budget = budget_of(job, dataset)
+    said = _has_no_rows(job, budget, len(dataset)) if budget is not None else ""
+    if not said:
+        return
+    none = {key: value[:0] for key, value in first_sample(job, dataset, 1).items()}
+    try:
+        with torch.no_grad():
+            output = call_model(program, model, _on_meta(none))
+        loss_of(program, made_up(output), none)
+    except Exception as error:
+        if is_own(error):
+            raise ProgramError(no_rows(job, told(error), said)) from error
+        log.info("0 rows were not looked at: %s", " ".join(str(error).split())[:200])
+
+
+def _has_no_rows(job: Job, budget: TokenBudget, n_samples: int) -> str:
+    """Of which numbers of ranks one has a micro-batch without samples; '' = of none, as far as one
+    looks."""
+    for step in range(min(job.steps, STEPS_LOOKED)):
+        ids = sample_ids(n_samples, job.global_batch, job.seed, step=step)
+        for n in range(_most_ranks(job), 1, -1)[:SIZES_LOOKED]:
+            for rank in budget.cut(ids, (1,) * n):
+                if not all(part.ids for part in rank):
+                    mine = sum(len(part.ids) for part in rank)
+                    return (
+                        f"of {n} data-parallel ranks one has {n_of(mine, 'sample')} of a step, and "
+                        f"another {len(rank)} micro-batches"
+                    )
+    return ""
+
+
+def _most_ranks(job: Job) -> int:
+    """Data-parallel ones that the job may have."""
+    if is_auto(job.layout):
+        least = Layout(**job.pins)
+        n = sum(pool.max_nodes * pool.gpus_per_node for pool in job.pools)
+        n = min(n, job.max_workers or n) * least.dp // least.world_size
+    else:
+        named = job.layout.values() if isinstance(job.layout, Mapping) else (job.layout,)
+        n = max(job.layout_of(text).dp for text in named)
+    return min(n, job.global_batch)
+
+
 def check_evaluate(program: Program, model: nn.Module, job: Job) -> None:
     """What `Program.evaluate` returns, on shapes. Raises ProgramError for a mean: ranks and layouts
     have other numbers of samples in a batch. What it does with process groups is not tried."""
@@ -157,7 +204,7 @@ def check_evaluate(program: Program, model: nn.Module, job: Job) -> None:
         samples = next(iter(samples.values()))
     if program.evaluate is None or samples is None:
         return
-    batch = first_sample(job, samples, 2)
+    batch = first_sample(job, samples, 2, within=False)
     means = Means(count_of(program, batch))
     try:
         with torch.no_grad(), means:
@@ -176,6 +223,33 @@ def check_evaluate(program: Program, model: nn.Module, job: Job) -> None:
                 "(reduction='sum', .sum() in place of .mean()), which elastic divides by the sum "
                 "of 'count'"
             )
+
+
+def check_validation(program: Program, model: nn.Module, job: Job) -> None:
+    """What a validation calls, on shapes. Raises ProgramError where it cannot be called with any
+    number of rows."""
+    samples = validation_of(program, job)
+    if isinstance(samples, Sets):
+        samples = next(iter(samples.values()))
+    if samples is None or program.batch_dependent:
+        return
+    calls: dict[str, Callable[[nn.Module, Batch], object]] = {
+        "the model in evaluation mode": partial(call_model, program)
+    }
+    if program.evaluate is not None:
+        calls["Program.evaluate"] = program.evaluate
+
+    def called(call: Callable[[nn.Module, Batch], object], n: int, mode: Means) -> None:
+        batch = _on_meta(first_sample(job, samples, n, within=False))
+        with torch.no_grad(), mode:
+            call(model, batch)
+
+    model.eval()
+    try:
+        for where, call in calls.items():
+            check_any_rows(where, partial(called, call))
+    finally:
+        model.train()
 
 
 def _sums(where: str, numbers: Callable[[], Any]) -> Sums:
@@ -201,16 +275,17 @@ def _right(output: Any, places: Tensor | None) -> Any:
     return found.scatter(-1, index, float(found.max()) + 1.0)
 
 
-def is_own(error: Exception) -> bool:
-    """Would it be raised on any device, in any precision?"""
-    return not isinstance(error, ELSEWHERE) and DEVICES.search(str(error)) is None
-
-
-def first_sample(job: Job, dataset: Any, times: int, *, multiple: int = 1) -> Batch:
+def first_sample(
+    job: Job, dataset: Any, times: int, *, multiple: int = 1, within: bool = True
+) -> Batch:
     """The first sample, `times` over; of what a job gives micro-batches by tokens, filled up, and
-    no more than go into one. A dataset that draws (crops, noise) gives the same one each time."""
+    (`within`) no more than go into one. A dataset that draws (crops, noise) gives the same one each
+    time."""
     budget = budget_of(job, dataset, multiple)
-    part = budget.of_one(0, times) if budget is not None else Microbatch((0,) * times)
+    part = Microbatch((0,) * times)
+    if budget is not None:
+        fits = budget.of_one(0, times)
+        part = fits if within else replace(part, length=fits.length)
     with drawing(0):
         item = item_of(dataset, 0, part.length)
     return collate([item] * len(part.ids))

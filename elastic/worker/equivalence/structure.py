@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from elastic.errors import ElasticError
 from elastic.program import Program
 from elastic.types import ModelProfile, coarsest
+from elastic.user_frames import told
 from elastic.worker.equivalence.blocks_in_stages import BlocksInStages, one_weight
 from elastic.worker.equivalence.draw_trial import REAL_MOST_PARAMETERS, try_draws
 from elastic.worker.equivalence.forward_trace import (
@@ -29,7 +30,6 @@ from elastic.worker.equivalence.forward_trace import (
     Followed,
     Tracer,
     follow,
-    told,
 )  # fmt: skip
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.equivalence.stages.groups_in_stages import groups_in_stages

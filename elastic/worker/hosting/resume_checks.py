@@ -305,7 +305,7 @@ def check_loss(job: Job, program: Program) -> None:
 
 def _check_readable(job: Job, dataset: Any) -> None:
     """Raises ProgramError with the line where the dataset's first sample cannot be had."""
-    from elastic.worker.equivalence.forward_trace import told
+    from elastic.user_frames import told
     from elastic.worker.equivalence.loss_is_sum import first_sample
 
     try:

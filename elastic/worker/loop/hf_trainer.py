@@ -81,8 +81,8 @@ OF_A_TRAINER = {
 }
 OF_THE_BEST = (
     "note: load_best_model_at_end: the Trainer's model is that of the last step; the best is kept "
-    "too: metrics.csv has each validation_loss, `elastic checkpoint ls {run}` the steps, `elastic "
-    "checkpoint export {run} --step N --to FOLDER` writes one"
+    "too: metrics.csv has each validation_loss, `elastic checkpoint ls {run}` marks the best, "
+    "`elastic checkpoint export {run} --step best --to FOLDER` writes it"
 )
 SHOWING = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 OVERRIDABLE = ("create_optimizer", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs")

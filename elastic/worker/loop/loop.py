@@ -308,7 +308,9 @@ class Run:
         self.program, self.optimizer = program, optimizer
         self.name = "RUN"  # what commands call it
         self.calls = CallLog()
-        self.model = LoopModel(lambda: _on_meta(program), self.calls, lambda: self.name)
+        self.model = LoopModel(
+            lambda: _on_meta(program), self.calls, lambda: self.name, n_rows=self._n_rows
+        )
         self.given: GivenModel | None = None
         self.handoff = Handoff()
         self.committed = False
@@ -343,6 +345,9 @@ class Run:
                 "in run`. What one process alone is to do before belongs where the run is started"
             )
         raise AttributeError(f"run has no attribute '{name}'")
+
+    def _n_rows(self) -> int:
+        return len(next(iter(self._batch.values()))) if self._batch else 0
 
     @property
     def lost(self) -> bool:

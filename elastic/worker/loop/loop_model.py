@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,17 +20,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from elastic.errors import ProgramError
+from elastic.errors import ElasticError, ProgramError
 from elastic.text import n_of
 from elastic.user_frames import without_frames
 from elastic.worker.process.call_log import CallLog
 from elastic.worker.process_groups.transport import is_collective_error
-from elastic.worker.program.calls import ModelCall, mapped
+from elastic.worker.program.calls import ModelCall, mapped, tensors_in
 
 
 class GenerationAborted(ConnectionAbortedError):
     """A call had to return something and there was no way to know its shape. The script is started
     again from its top."""
+
+
+class NoRows(ProgramError):
+    """The model was called with a part of the batch that has no rows, and raised over it."""
 
 
 class GivenModel:
@@ -99,14 +103,17 @@ class LoopModel:
         build_meta: Callable[[], nn.Module],
         calls: CallLog,
         run_name: Callable[[], str] = lambda: "RUN",
+        *,
+        n_rows: Callable[[], int] = lambda: 0,
     ) -> None:
         """`calls`: where it is noted that the script calls the model; `run_name`: what commands
-        call the run."""
+        call the run; `n_rows`: of the batch in hand."""
         self.__dict__.update(
             _build_meta=build_meta, _module=None, _live=False, _error=None, _outlines={}
         )
         self.__dict__.update(_calls=calls, _script=threading.get_ident(), _noted=False)
         self.__dict__["_run_name"] = run_name
+        self.__dict__["_n_rows"] = n_rows
 
     def attach(self, module: nn.Module) -> None:
         """A new generation: its module, and no error."""
@@ -168,13 +175,31 @@ class LoopModel:
             self._count()  # a call that is not made: the script makes it all the same
         outputs: list[Any] = []
         key = repr(_outline((args, kwargs))) + str(self._module.training)
-        if self.attempt(lambda: outputs.append(self._module(*args, **kwargs))):
+        if self.attempt(lambda: outputs.append(self._called(args, kwargs))):
             self._outlines[key] = _outline(outputs[0])
             return outputs[0]
         if key not in self._outlines:
             self._outlines[key] = self._outline_on_meta(args, kwargs)
         device = next((p.device for p in self._module.parameters()), torch.device("cpu"))
         return _zeros(self._outlines[key], device)
+
+    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Raises NoRows."""
+        try:
+            return self._module(*args, **kwargs)
+        except ElasticError:
+            raise
+        except Exception as error:
+            given = (x for x in tensors_in([*args, *kwargs.values()]) if x.ndim)
+            if len(next(given, (0,))) or is_collective_error(error):
+                raise
+            raised, n = " ".join(f"{type(error).__name__}: {error}".split()), self._n_rows()
+            raise NoRows(
+                f"run.model(...) was given 0 rows, and raised {raised}; the batch of this rank, "
+                f"its share of global_batch, has {n_of(n, 'row')}: take no more parts than the "
+                "smallest share has rows (equally many on every rank), or give a larger "
+                "global_batch, or fewer ranks (max_workers)"
+            ) from error
 
     def _outline_on_meta(self, args: Any, kwargs: Any) -> Any:
         """Shapes of the output of a call that has never come back, by a module without memory.

@@ -1,12 +1,21 @@
-"""Is the loss that a loop gives a mean where a sum is asked for? Read from how it was computed, not
-from its value."""
+"""What is found of a loss, or an evaluation, without values: is it a mean where a sum is asked for,
+and does it take any number of rows?"""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from elastic.errors import ElasticError, ProgramError
+from elastic.text import n_of
+from elastic.user_frames import told
+
+log = logging.getLogger(__name__)
 
 A_MEAN = (
     "a mean over the batch; it must be the sum (reduction='sum', or the mean times the samples or "
@@ -21,6 +30,16 @@ SAME_VALUE = [  # the same, as operations
     getattr(torch.ops.aten, name)
     for name in ("_to_copy", "view", "squeeze", "unsqueeze", "clone", "alias", "detach", "neg")
 ]
+ROWS_TRIED = (2, 1, 3)
+# what a program may raise here and not where it is trained
+ELSEWHERE = (AssertionError, ImportError, MemoryError, NotImplementedError, OSError)
+DEVICES = re.compile(
+    r"cuda|gpu|nvidia|hip|rocm|triton|device|driver|kernel|backend|\bcpu\b|\bmeta\b|'NoneType'|"
+    r"dtype|scalar type|bfloat16|\bhalf\b|not implemented|not supported|unsupported",
+    re.IGNORECASE,
+)
+# what torch says of a size that is written down, whatever the values are
+SIZES = re.compile(r"is invalid for input of size|must match the (existing )?size")
 
 
 def is_mean(loss: torch.Tensor, count: int) -> bool:
@@ -68,6 +87,11 @@ class Means(TorchDispatchMode):
         self._count, self._found = count, list[torch.Tensor]()
         self._read, self._n_reads = list[float](), 0
 
+    @property
+    def reads(self) -> bool:
+        """Was a value asked for that is not there?"""
+        return self._n_reads > 0
+
     def __contains__(self, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
             return any(value is one for one in self._found)
@@ -105,3 +129,33 @@ class Means(TorchDispatchMode):
             smaller = by is not None and (by >= 1 if divided else 0 < by < 1)
             return divided and by == self._count or smaller and args[0] in self
         return packet in SAME_VALUE and bool(args) and args[0] in self
+
+
+def is_own(error: Exception) -> bool:
+    """Would it be raised on any device, in any precision?"""
+    return not isinstance(error, ELSEWHERE) and DEVICES.search(str(error)) is None
+
+
+def check_any_rows(where: str, call: Callable[[int, Means], object]) -> None:
+    """`call`: with so many rows of the validation set, without values, under that mode. Raises
+    ProgramError where it goes with some numbers of rows and not with others, or ends at a size;
+    what raises for another reason, or once it has read a value, is left to the workers."""
+    raised: dict[int, Exception] = {}
+    for n in ROWS_TRIED:
+        means = Means(n)
+        try:
+            call(n, means)
+        except ElasticError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the user's own code, which may want values
+            raised[n] = NotImplementedError(str(error)) if means.reads else error
+    some = len(raised) < len(ROWS_TRIED)
+    for n, found in raised.items():
+        if is_own(found) and (some or SIZES.search(str(found))):
+            raise ProgramError(
+                f"{where} raised {told(found)}, over {n_of(n, 'row')} of the validation set; a "
+                "rank has its share of global_batch in each batch, and less in the last one: let "
+                "it take any number of rows (x.shape[0] in place of a fixed size)"
+            ) from found
+    for found in list(raised.values())[:1]:
+        log.info("%s was not looked at: %s", where, " ".join(str(found).split())[:200])

@@ -34,7 +34,8 @@ from elastic.errors import ProgramError, unknown_keyword
 from elastic.user_frames import user_line
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import WITH_A_BATCH, OfferedBatch, Outcome, Run
-from elastic.worker.loop.loss_reduction import A_MEAN, Means
+from elastic.worker.loop.loop_model import NoRows
+from elastic.worker.loop.loss_reduction import A_MEAN, Means, check_any_rows
 from elastic.worker.parallel.draw_requests import arguments_of
 from elastic.worker.parallel.keyed_draws import TELLS, DrawOperations
 from elastic.worker.process.readback import Number
@@ -191,9 +192,10 @@ def trains(call: ModelCall) -> bool:
 
 
 def is_found(error: Exception) -> bool:
-    """Is what was raised in the trial raised in a worker too? Of what has only no values here
-    nobody knows."""
-    if not isinstance(error, ProgramError | NameError) and not SHAPES.search(str(error)):
+    """Is what was raised in the trial raised in a worker too? Of what has only no values here, or
+    fewer samples than it is cut into parts, nobody knows."""
+    own = isinstance(error, ProgramError | NameError) and not isinstance(error, NoRows)
+    if not own and not SHAPES.search(str(error)):
         log.info("its loop was not tried: %s", " ".join(str(error).split())[:200])
         return False
     return True
@@ -306,21 +308,28 @@ class TriedRun(Run):
                 self._trial.steps.backward(partial(super().backward, loss))
 
     def _evaluate(self) -> None:
-        """What the script gives for its validation set, on shapes. Raises ProgramError for a
-        mean."""
+        """What the script gives for its validation set, on shapes. Raises ProgramError for a mean,
+        and where it does not take any number of rows."""
         if self._whole.evaluation is None or self._whole.validation is None:
             return
-        batch = _first(self._whole.validation())
-        without = {key: value.to("meta") for key, value in batch.items()}
-        means = Means(count_of(self._whole, batch))
+        validation, evaluation = self._whole.validation(), self._whole.evaluation
+        means = Means(count_of(self._whole, _first(validation)))
+
+        def called(n: int, mode: Means) -> tuple[Number, Mapping[str, Any]]:
+            without = {key: x.to("meta") for key, x in _first(validation, n).items()}
+            with mode:
+                return evaluated(evaluation(self.model, without))
+
+        value: Number = 0.0
+        beside: Mapping[str, Any] = {}
         self.model.eval()
         try:
-            with means:
-                value, beside = evaluated(self._whole.evaluation(self.model, without))
-        except Exception as error:  # the user's own code
-            if is_found(error):
-                raise
-            return
+            try:
+                value, beside = called(ROWS, means)
+            except Exception as error:  # the user's own code
+                if is_found(error):
+                    raise
+            check_any_rows(EVALUATE, called)
         finally:
             self.model.train()
         for name, one in {"": value, **beside}.items():
@@ -329,9 +338,9 @@ class TriedRun(Run):
                 raise ProgramError(f"{what} is {A_MEAN}")
 
 
-def _first(dataset: Any) -> dict[str, torch.Tensor]:
+def _first(dataset: Any, n: int = ROWS) -> dict[str, torch.Tensor]:
     """The first rows of a batch."""
-    return collate([item_of(dataset, i, None) for i in range(min(ROWS, len(dataset)))])
+    return collate([item_of(dataset, i, None) for i in range(min(n, len(dataset)))])
 
 
 class _NoWorker(Handoff):

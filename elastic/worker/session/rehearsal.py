@@ -67,7 +67,7 @@ def rehearse(place: Workplace) -> None:
     if place.profile.n_params > WHOLE_MOST_PARAMETERS or place.program.weights is not None:
         model = build_meta(place.program)  # shapes only; one that wants values is not rehearsed
         with _noting_inputs(place, model):
-            check_on_shapes(place.program, model, lambda n: _batch(place, n, "cpu"))
+            check_on_shapes(place.program, model, lambda n: _batch(place, n, "cpu", within=False))
         if cp > 1:
             check_calls(place.program, _batch(place, 1, "cpu", multiple=2 * cp), cp)
         return
@@ -232,12 +232,18 @@ def _sum(output: Any) -> torch.Tensor:
 
 
 def _batch(
-    place: Workplace, times: int, device: torch.device | str, *, multiple: int = 1
+    place: Workplace,
+    times: int,
+    device: torch.device | str,
+    *,
+    multiple: int = 1,
+    within: bool = True,
 ) -> dict[str, torch.Tensor]:
-    batch = first_sample(place.job, place.dataset, times, multiple=multiple)
+    """See first_sample."""
+    batch = first_sample(place.job, place.dataset, times, multiple=multiple, within=within)
     return {key: value.to(device) for key, value in batch.items()}
 
 
 def _loss(place: Workplace, model: nn.Module, times: int) -> torch.Tensor:
-    batch = _batch(place, times, place.device)
+    batch = _batch(place, times, place.device, within=False)  # a mean is known by two
     return loss_of(place.program, call_model(place.program, model, batch), batch)

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from elastic.data.budget import TokenBudget
+from elastic.config.masking import masked_text
+from elastic.data.budget import TokenBudget, no_rows
 from elastic.data.budget import budget_of as token_budget
 from elastic.data.streams import Stream
+from elastic.errors import ElasticError, ProgramError
 from elastic.program import Program
 from elastic.reshard.rank_boxes import LOSS_SCALE
 from elastic.types import Job, Plan
 from elastic.types.grid import axes_text, coordinates, stages_at
+from elastic.user_frames import user_traceback
 from elastic.worker.parallel.context_parallel import Sequence
 from elastic.worker.parallel.keyed_draws import StepDraws, draws_of, row_keys
 from elastic.worker.parallel.keyed_numbers import mixed
@@ -30,6 +33,7 @@ from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import Incoming, Number, read
 from elastic.worker.process_groups.axis_ranges import axis_range
 from elastic.worker.process_groups.groups import Groups
+from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.program.calls import (
     ModelCall,
     ModelCalls,
@@ -243,12 +247,27 @@ class ForwardBackward:
             if train:
                 begin_microbatch(self.state.model, self.plan.layout, i, of=len(pieces))
             with self._forward(drawing, rows, which=which) if train else nullcontext():
-                output = call_model(self.program, self.state.model, rows_in(batch, rows))
+                output = self._output(batch, rows)
             value = loss(output, rows)
             if train:
                 value.backward()
             total.add_(value.detach())
         return total
+
+    def _output(self, batch: Batch, rows: range) -> Any:
+        """Of the model. Raises ProgramError where it cannot be called with no rows."""
+        try:
+            return call_model(self.program, self.state.model, rows_in(batch, rows))
+        except ElasticError:
+            raise
+        except Exception as error:
+            if rows or is_collective_error(error):
+                raise
+            raised = " ".join(f"{type(error).__name__}: {error}".split())
+            where = "this rank has fewer samples of the step than another has micro-batches"
+            told = ProgramError(no_rows(self.job, raised, where))
+            told.add_note(masked_text(user_traceback(error)))
+            raise told from None
 
     @contextmanager
     def _forward(

@@ -48,6 +48,17 @@ def test_a_number_that_falls_is_of_a_new_epoch() -> None:
     assert reader.before == [0, 100, 200]
 
 
+def test_a_number_that_stays_is_of_a_new_epoch_where_its_line_names_another() -> None:
+    reader = StepReader()
+    assert steps(reader, "epoch 1 step 50", "epoch 1 step 100") == [50, 100]
+    assert steps(reader, "epoch 1 step 100", "eval epoch 2 step 100", "step 100") == [100] * 3
+    assert reader.note == ""
+    assert steps(reader, "Epoch: 2, step 100", "epoch 3 step 100") == [200, 300]
+    assert reader.note.startswith(
+        "note: step numbers begin again at each epoch: step 100 after step 100 counts as step 200"
+    ), "of the first one"
+
+
 @pytest.mark.parametrize(
     ("resume", "first", "found"), [(230, 40, 240), (230, 10, 210), (230, 60, 160), (0, 1, 1)]
 )

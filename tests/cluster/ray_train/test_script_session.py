@@ -230,16 +230,21 @@ def test_where_it_continues_is_what_its_first_line_says(made: Made) -> None:
     assert [e.step for e in group.all(StepDone, 3)] == [8, 9, 10]
 
 
-def test_steps_that_are_counted_within_an_epoch_are_told(made: Made) -> None:
+def test_steps_that_are_counted_within_an_epoch_are_told(
+    made: Made, capfd: pytest.CaptureFixture[str]
+) -> None:
     """In the next group too, which resumes in its second epoch."""
     epochs = f"for _ in range(2):\n    exec({STEPS!r})\n"
     group = made(A, script=MEETS + epochs, args=("1",))
     group.enter()
     group.all(ScriptEnded, 1)
     assert [e.step for e in group.all(StepDone, 6)] == [1, 2, 3, 4, 5, 6]
+    note = "begin again at each epoch: step 1 after step 3 counts as step 4 of the run"
+    assert capfd.readouterr().out.count(note) == 1
     group.enter(2, step=3, resume="durable")
     group.all(ScriptEnded, 2)
     assert [e.step for e in group.all(PlanEntered, 2)] == [0, 3]
+    assert note not in capfd.readouterr().out
 
 
 def test_a_script_without_steps_is_said_to_run(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,18 @@ def test_a_mean_is_refused() -> None:
         rehearse(place(reduced("mean")))
 
 
+@pytest.mark.parametrize("how", ["sum", "mean"])
+def test_a_mean_is_known_where_one_sample_fills_a_micro_batch(how: str) -> None:
+    there = place(reduced(how))
+    there.dataset = load_program(PROGRAMS / "tiny_unequal.py").dataset()
+    there.job = replace(there.job, microbatch_tokens=there.dataset.length(0))
+    refused = pytest.raises(ProgramError, match="a mean, it seems")
+    with refused if how == "mean" else nullcontext():
+        rehearse(there)
+    with refused if how == "mean" else nullcontext():
+        check_before_start(replace(there.program, validation=None), there.job, there.dataset)
+
+
 def test_a_loss_per_token_is_refused_with_its_shape() -> None:
     with pytest.raises(
         ProgramError, match=r"a tensor of shape \[16\]; it must return the sum over the batch"

@@ -10,8 +10,9 @@ import torch
 
 from elastic.program import Program
 from elastic.types import ModelProfile
+from elastic.user_frames import told
 from elastic.worker.equivalence.blocks_in_stages import even, in_two_stages
-from elastic.worker.equivalence.forward_trace import Batch, eager_flex_attention, shape_of, told
+from elastic.worker.equivalence.forward_trace import Batch, eager_flex_attention, shape_of
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.equivalence.stages.unit_flow import flow_of
 from elastic.worker.parallel.pipeline import cut_stage

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from elastic.program import Program
 from elastic.types import ModelProfile, UnitFlow
+from elastic.user_frames import told
 from elastic.worker.equivalence.forward_trace import (
     INPUT,
     KEYWORDS,
@@ -23,7 +24,6 @@ from elastic.worker.equivalence.forward_trace import (
     Labels,
     Tracer,
     follow,
-    told,
 )
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.parallel.stages.carried_values import carries

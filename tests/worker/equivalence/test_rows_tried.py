@@ -1,0 +1,142 @@
+"""Numbers of rows that a program is called with sooner or later: none in a micro-batch, any number
+in a validation. Found before a worker starts."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elastic.errors import ProgramError
+from elastic.program import Program
+from elastic.types import Job, Pool
+from elastic.worker.equivalence.loss_is_sum import check_before_start
+from elastic.worker.step.forward_backward import ForwardBackward
+
+LENGTH = 16
+POOLS = (Pool("p", "CPU", 2, "spot", max_nodes=1),)
+
+
+class Texts:
+    def __len__(self) -> int:
+        return 40
+
+    def length(self, index: int) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = (index + torch.arange(LENGTH + 1)) % 8
+        return {"input": ids[:-1], "target": ids[1:]}
+
+
+class Heads(nn.Module):
+    """Cut by a size that torch works out (of 0 rows it cannot), or by `rows`; in evaluation mode
+    alone, where `only_there`."""
+
+    def __init__(self, rows: int = 0, *, only_there: bool = False) -> None:
+        super().__init__()
+        self.rows, self.only_there = rows, only_there
+        self.embed, self.layers = nn.Embedding(8, 8), nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(ids))
+        if self.only_there and self.training:
+            return x  # type: ignore[no-any-return]
+        heads = (self.rows, LENGTH, 4, 2) if self.rows else (len(x), LENGTH, -1, 2)
+        return x.view(heads).flatten(2)  # type: ignore[no-any-return]
+
+
+def summed(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(
+        output.flatten(0, 1), batch["target"].flatten(), reduction="sum"
+    )
+
+
+HEADS = Program(
+    model=Heads,
+    optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    dataset=Texts,
+    loss=summed,
+)
+JOB = Job(seed=7, steps=4, global_batch=5, microbatch_tokens=LENGTH, layout="dp_shard=2")
+
+
+def before_start(job: Job, **changes: Any) -> None:
+    check_before_start(replace(HEADS, **changes), job, Texts())
+
+
+@pytest.mark.parametrize("layout", [{"layout": "dp_shard=2"}, {"layout": "auto", "pools": POOLS}])
+def test_micro_batches_without_rows_are_tried(layout: dict[str, Any]) -> None:
+    """5 samples on 2 ranks, one in each micro-batch."""
+    with pytest.raises(
+        ProgramError,
+        match=r"RuntimeError: cannot reshape .*\(test_rows_tried\.py:\d+\), over a micro-batch of "
+        r"0 rows: of 2 data-parallel ranks one has 2 samples of a step, and another 3 "
+        r"micro-batches; let .*microbatch_tokens \(it is 16\) or global_batch \(5\), or fewer ranks",
+    ):
+        before_start(replace(JOB, **layout))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"global_batch": 4},
+        {"layout": "dp_shard=1"},
+        {"layout": "auto", "pools": POOLS, "max_workers": 1},
+        {"microbatch_tokens": 3 * LENGTH},
+    ],
+)
+def test_where_no_rank_has_them_0_rows_are_not_asked_for(changes: dict[str, Any]) -> None:
+    before_start(replace(JOB, **changes))
+
+
+def test_a_program_that_takes_no_rows_is_right() -> None:
+    before_start(JOB, model=lambda: Heads(only_there=True))
+
+
+def test_at_a_later_step_a_worker_says_it() -> None:
+    there: Any = SimpleNamespace(program=HEADS, job=JOB, state=SimpleNamespace(model=Heads()))
+    batch = {key: value.unsqueeze(0) for key, value in Texts()[0].items()}
+    assert ForwardBackward._output(there, batch, range(1)).shape == (1, LENGTH, 8)
+    with pytest.raises(
+        ProgramError, match=r"RuntimeError: cannot reshape .*0 rows: this rank has fewer samples"
+    ) as caught:
+        ForwardBackward._output(there, batch, range(0))
+    assert "test_rows_tried.py" in "".join(caught.value.__notes__)
+
+
+def by_rows(rows: int, reads: bool = False) -> Any:
+    def evaluate(model: Any, batch: Any) -> dict[str, Any]:
+        output = model(batch["input"])
+        if reads:  # which is known with values alone
+            output = output[: int(batch["input"].amax())]
+        value = summed(output.view(rows or len(output), LENGTH, 8), batch)
+        return {"loss": value.item(), "count": batch["target"].numel()}
+
+    return evaluate
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"evaluate": by_rows(0)}, ""),
+        ({"evaluate": by_rows(2)}, r"Program\.evaluate raised RuntimeError: .*, over 1 row of the"),
+        ({"evaluate": by_rows(5)}, r"Program\.evaluate raised RuntimeError: .*, over 2 rows of"),
+        ({"evaluate": by_rows(2, reads=True)}, ""),
+        ({"model": lambda: Heads(2, only_there=True)}, "the model in evaluation mode .* 1 row"),
+        ({"model": lambda: Heads(2, only_there=True), "batch_dependent": True}, ""),
+        ({"model": lambda: Heads(only_there=True)}, ""),
+    ],
+)
+def test_a_validation_takes_any_number_of_rows(changes: dict[str, Any], said: str) -> None:
+    job = replace(JOB, microbatch_tokens=None)
+    with pytest.raises(ProgramError, match=said) if said else nullcontext():
+        before_start(job, validation=Texts, **changes)
+    if not changes.get("evaluate"):
+        before_start(job, **changes)  # without one nobody asks
