@@ -48,6 +48,11 @@ BESIDE = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*",
 )  # fmt: skip
+# weights that are not read here, or a download that is not complete
+OTHERS = (
+    "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf",
+    ".cache/huggingface/download/**/*.incomplete",
+)  # fmt: skip
 
 
 def causal_lm(
@@ -287,4 +292,10 @@ def _config(source: str | Path | PreTrainedConfig) -> tuple[PreTrainedConfig, Pa
             "fetched) or a config"
         )
     weights = any(folder.glob("*.safetensors"))
+    if not weights and (other := next((p.name for end in OTHERS for p in folder.glob(end)), "")):
+        raise SpecError(
+            f"causal_lm('{source}'): {other}, but no safetensors there; complete the download, or "
+            "convert it (save_pretrained of transformers writes safetensors); for random weights "
+            "give its config (AutoConfig.from_pretrained)"
+        )
     return AutoConfig.from_pretrained(folder, local_files_only=True), folder if weights else None
