@@ -14,12 +14,15 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import Job
 
 STATE = "dataset"  # the name of the stream's state among the extra state
 N_POSITIONS = 1 << 40  # a stream says of itself
+OF_NO_SEED = 1 << 64  # numpy draws 128 bits where it is given none
 SENTENCE = (
     "the dataset is a stream: its state travels with the model, but its samples have no ids, so "
     "that each came up exactly once "
@@ -32,6 +35,35 @@ def is_stream(dataset: Any) -> bool:
         callable(getattr(dataset, name, None))
         for name in ("__iter__", "state_dict", "load_state_dict")
     )
+
+
+def check_shuffles(source: Any, what: str) -> None:
+    """Raises SpecError for a stream of the library `datasets` that is shuffled in a buffer, which
+    its state does not hold, or without a seed. The library has no public name for either."""
+    for part in _parts(getattr(source, "_ex_iterable", None)):
+        if (size := getattr(part, "buffer_size", 1)) > 1:
+            raise SpecError(
+                f"{what}: a stream of `datasets` that is shuffled in a buffer of {size} samples, "
+                "which its state does not hold: they would be lost at each change; give shuffle("
+                "seed=..., buffer_size=1), which shuffles the files alone, or a dataset that is no "
+                "stream, which is shuffled here"
+            )
+        bits = getattr(getattr(part, "generator", None), "bit_generator", None)
+        entropy = getattr(getattr(bits, "seed_seq", None), "entropy", 0)
+        # of a copied generator numpy 1 does not know it
+        if isinstance(entropy, int) and entropy >= OF_NO_SEED and np.__version__ >= "2":
+            raise SpecError(
+                f"{what}: a stream of `datasets` that is shuffled without a seed, in another order "
+                "on each rank; give shuffle(), or interleave_datasets(), a seed"
+            )
+
+
+def _parts(part: Any) -> Iterator[Any]:
+    """What a stream of `datasets` is made of, the last step first."""
+    if part is not None:
+        yield part
+        for inner in (getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())):
+            yield from _parts(inner)
 
 
 class FromTheStart:

@@ -4,7 +4,7 @@ wanted."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -199,3 +199,59 @@ def test_what_cannot_be() -> None:
     assert with_stream(plain, [1, 2], Job()) is plain
     stream = opened()
     assert with_stream(plain, stream, Job()).extra_state == {"dataset": stream}
+
+
+def rows(shard: list[int]) -> Iterator[dict[str, int]]:
+    for one in shard:
+        for n in range(5):
+            yield {"x": 10 * one + n}
+
+
+def of_the_library(change: Callable[[Any], Any]) -> Stream:
+    """With eight shards of five rows."""
+    library = pytest.importorskip("datasets").IterableDataset
+    made = change(library.from_generator(rows, gen_kwargs={"shard": [*range(8)]}))
+    found: Stream = dataset_of(program_of(lambda: made), Job.from_plain({"global_batch": BATCH}))
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: made.shuffle(seed=1),
+        lambda made: made.shuffle(seed=1, buffer_size=20).map(lambda row: row),
+        lambda made: made.take(20).shuffle(seed=1, buffer_size=2),
+    ],
+)
+def test_a_shuffle_in_a_buffer_is_refused(change: Callable[[Any], Any]) -> None:
+    """After a load the library fills it anew: what it held is lost."""
+    with pytest.raises(SpecError, match=r"^Program\.dataset: .* shuffled in a buffer of \d+ samples"):
+        of_the_library(change)
+
+
+def mixed(made: Any, seed: int | None) -> Any:
+    from datasets import interleave_datasets
+
+    return interleave_datasets([made, made], probabilities=[0.5, 0.5], seed=seed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda made: made.shuffle(buffer_size=1).map(lambda row: row), lambda made: mixed(made, None)],
+)
+def test_a_shuffle_without_a_seed_is_refused(change: Callable[[Any], Any]) -> None:
+    with pytest.raises(SpecError, match=r"^Program\.dataset: .* shuffled without a seed"):
+        of_the_library(change)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda made: made.shuffle(seed=1, buffer_size=1), lambda made: mixed(made, 1)]
+)
+def test_a_shuffle_of_shards_goes_on_where_it_was(change: Callable[[Any], Any]) -> None:
+    whole, stopped, goes_on = (of_the_library(change) for _ in range(3))
+    wanted = [read(whole, step, slice(0, 4)) for step in range(8)]
+    assert wanted != sorted(wanted)
+    assert [read(stopped, step, slice(0, 4)) for step in range(4)] == wanted[:4]
+    stopped.taken(2)
+    goes_on.load_state_dict(stopped.state_dict())
+    assert [read(goes_on, step, slice(0, 4)) for step in range(3, 8)] == wanted[3:]
