@@ -119,8 +119,7 @@ def before_cut(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = ("labels", "attention_mask", "document")
     whole = {key: value for key, value in batch.items() if key not in own}
     mask, ids = batch.get("attention_mask"), batch["input_ids" if "input_ids" in batch else "input"]
-    if "target" not in batch:
-        whole["target"] = nn.functional.pad(_labels(batch), (0, 1), value=IGNORED)
+    whole["target"] = next_tokens(batch)
     if mask is not None:
         whole |= {"position": _behind_padding(mask), "document": mask.long()}
     elif "position" in batch:
@@ -128,6 +127,12 @@ def before_cut(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     else:
         whole["position"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     return whole
+
+
+def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """[batch, seq]: what each token is followed by, -100 where that is not to be learned."""
+    labels = _labels(batch)
+    return labels if "target" in batch else nn.functional.pad(labels, (0, 1), value=IGNORED)
 
 
 def loss_sum(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
