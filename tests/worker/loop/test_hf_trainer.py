@@ -37,6 +37,16 @@ labels[5] = -100  # nothing of it is to be learned
 made = transformers.LlamaForCausalLM(transformers.LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
 """,
+    "named otherwise": """
+class Mine(transformers.GPT2LMHeadModel):
+    pass
+
+labels = torch.where(ids > 3, ids, -100)
+labels[5, 1:] = -100  # nor is a first token learned
+made = Mine(transformers.GPT2Config(
+    vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16,
+    embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0))
+""",
     "classes": """
 labels = ids[:, 0] % 3
 made = transformers.BertForSequenceClassification(transformers.BertConfig(
@@ -202,6 +212,47 @@ def test_a_batch_without_a_label_adds_nothing() -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         assert all(g.isfinite().all() for g in gradients) and loss.isfinite()
         assert any(g.any() for g in gradients) == learned == bool(loss)
+
+
+def small_llama(kind: Any) -> Any:
+    return kind(
+        transformers.LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )  # fmt: skip
+
+
+def test_a_model_whose_name_says_nothing_shifts_its_labels_all_the_same() -> None:
+    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        pass
+
+    class Logged(Mine):
+        def forward(self, input_ids: Any, labels: Any = None, **_: Any) -> Any:
+            return super().forward(input_ids, labels=labels)
+
+    ids = torch.arange(16).view(2, 8)
+    first = torch.full_like(ids, -100)
+    first[:, 0] = 3
+    for kind, sums in ((Mine, True), (Logged, False)):
+        model = small_llama(kind)
+        losses = Losses(SimpleNamespace(model=model, model_accepts_loss_kwargs=True))
+        assert losses.count({"input_ids": ids, "labels": ids}) == 14
+        mean = float(model(input_ids=ids, labels=ids)["loss"])
+        assert float(losses(model, {"input_ids": ids, "labels": ids})) == pytest.approx(14 * mean)
+        if sums:
+            assert float(losses(model, {"input_ids": ids, "labels": first})) == 0
+
+
+def test_a_loss_of_the_models_own_is_taken_as_it_is() -> None:
+    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def forward(self, input_ids: Any, labels: Any = None, **_: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids)[0])
+            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+    model, ids = small_llama(Mine), torch.arange(16).view(2, 8)
+    losses = Losses(SimpleNamespace(model=model, model_accepts_loss_kwargs=True))
+    assert losses.count({"input_ids": ids, "labels": ids}) == 16
 
 
 def test_a_field_stands_on_one_side_only() -> None:
