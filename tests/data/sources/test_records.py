@@ -14,6 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
+from elastic.data.packing import MaskedWindows, Padded
 from elastic.data.sources import block_cache as cache_module
 from elastic.data.sources import files as files_module
 from elastic.data.sources import records
@@ -253,11 +254,23 @@ def test_token_files(kind: str, dtype: str, tmp_path: Path) -> None:
         path = tmp_path / f"{name}.{kind}"
         np.save(path, part) if kind == "npy" else part.tofile(path)
     found = TokenFiles(files_at(tmp_path, "*"), None if kind == "npy" else dtype)
-    assert found.ends.tolist() == [300, 300, 1000]
+    assert found.ends.tolist() == [300, 1000]
     for start, stop in ((0, 1000), (299, 301), (300, 300), (7, 40), (990, 1000)):
         assert found.read(start, stop).tolist() == ids[start:stop].tolist()
     cut = TokenFiles(files_at(tmp_path, "*"), None if kind == "npy" else dtype, end_token=7)
     assert cut.ends.tolist() == sorted({300, 1000, *(int(i) + 1 for i in np.flatnonzero(ids == 7))})
+
+
+@pytest.mark.parametrize("end_token", [None, 255])
+def test_an_empty_token_file_is_no_document(end_token: int | None, tmp_path: Path) -> None:
+    for name, part in (("a", []), ("b", range(10)), ("c", []), ("d", range(10, 25))):
+        np.asarray(part, dtype=np.uint8).tofile(tmp_path / f"{name}.bin")
+    found = TokenFiles(files_at(tmp_path, "*.bin"), "uint8", end_token)
+    assert found.ends.tolist() == [10, 25]
+    positions = [MaskedWindows(found, 6)[i]["position"].tolist() for i in (0, 1)]
+    assert positions == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1]]
+    padded = Padded(found, 16)
+    assert [int((padded[i]["target"] != -100).sum()) for i in range(len(padded))] == [9, 14]
 
 
 def test_token_files_under_s3(s3: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
