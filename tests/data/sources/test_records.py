@@ -107,6 +107,23 @@ def test_each_record_comes_back_by_its_number(
         Columns(found, ["body"])
 
 
+def test_a_column_of_json_has_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a step is divided by tokens or by samples follows from it."""
+    made = [{"x": [1, 2], "y": 1, "z": []}, {"x": [1.5, 2], "y": 2, "z": [7]}, {"x": [], "y": 3, "z": [8]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, made)))
+    samples = Columns(Jsonl(str(tmp_path)))
+    for index in range(3):
+        assert {name: str(x.dtype) for name, x in samples[index].items()} == {
+            "x": "float64",
+            "y": "int64",
+            "z": "int64",
+        }
+    monkeypatch.setattr(records, "KINDS_OF", 1)
+    late = Columns(Jsonl(str(tmp_path)))
+    with pytest.raises(SpecError, match=r"line 2: 'x' is of float64, but of int64 in the first 1 "):
+        late[1]
+
+
 def test_neighbours_are_decoded_once_within_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
