@@ -194,7 +194,8 @@ def _opened(source: SourceSpec, place: _Place) -> Any:
     if source.kind == "folder":
         return _samples(_folder(where, source, place), source, place)
     records = _records(where, source, place.cache())
-    if source.text is None and source.tokenizer is None and source.seq is None:
+    of_text = (source.text, source.tokenizer, source.end_token, source.seq, source.pack)
+    if all(key is None for key in of_text):
         return Columns(records, source.columns)
     return _samples(_tokenized(records, source.text or TEXT, source, place=place), source, place)
 
