@@ -39,22 +39,22 @@ def is_stream(dataset: Any) -> bool:
 
 def check_shuffles(source: Any, what: str) -> None:
     """Raises SpecError for a stream of the library `datasets` that is shuffled in a buffer, which
-    its state does not hold, or without a seed. The library has no public name for either."""
+    its state does not hold, or mixed without a seed. The library has no public name for either."""
     for part in _parts(getattr(source, "_ex_iterable", None)):
-        if (size := getattr(part, "buffer_size", 1)) > 1:
+        if hasattr(part, "buffer_size"):
             raise SpecError(
-                f"{what}: a stream of `datasets` that is shuffled in a buffer of {size} samples, "
-                "which its state does not hold: they would be lost at each change; give shuffle("
-                "seed=..., buffer_size=1), which shuffles the files alone, or a dataset that is no "
-                "stream, which is shuffled here"
+                f"{what}: a stream of `datasets` with shuffle(), whose state does not hold the "
+                f"{part.buffer_size} samples of its buffer: they would be lost at each change; "
+                "shuffle the list of its files (data_files), or take a dataset that is no stream, "
+                "which is shuffled here"
             )
         bits = getattr(getattr(part, "generator", None), "bit_generator", None)
         entropy = getattr(getattr(bits, "seed_seq", None), "entropy", 0)
         # of a copied generator numpy 1 does not know it
         if isinstance(entropy, int) and entropy >= OF_NO_SEED and np.__version__ >= "2":
             raise SpecError(
-                f"{what}: a stream of `datasets` that is shuffled without a seed, in another order "
-                "on each rank; give shuffle(), or interleave_datasets(), a seed"
+                f"{what}: a stream of `datasets` that is mixed without a seed, in another order on "
+                "each rank; give interleave_datasets() a seed"
             )
 
 
