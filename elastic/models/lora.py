@@ -180,7 +180,7 @@ def _check_not_tied(model: nn.Module, names: tuple[str, ...]) -> None:
         mine = f"{layer}.weight", id(model.get_submodule(layer).weight)
         if other := next((name for name, key in every if key == mine[1] and name != mine[0]), ""):
             raise SpecError(
-                f"lora: the weight of {layer} is also {other}, which its adapters would not change; "
+                f"lora: the weight of {layer} is also {other}, which its adapters do not change; "
                 "leave it out of the targets"
             )
 
