@@ -9,7 +9,8 @@ own state exactly. What it gave has no sample ids: nobody can check that afterwa
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from elastic.types import Job
 STATE = "dataset"  # the name of the stream's state among the extra state
 N_POSITIONS = 1 << 40  # a stream says of itself
 OF_NO_SEED = 1 << 64  # numpy draws 128 bits where it is given none
+END = object()
 SENTENCE = (
     "the dataset is a stream: its state travels with the model, but its samples have no ids, so "
     "that each came up exactly once "
@@ -90,13 +92,16 @@ class Stream:
 
     The training thread calls `taken`, `state_dict` and `load_state_dict`, another one reads,
     through `reader()`: loading a state waits for the item that is being read, and cuts off whoever
-    reads for an older generation.
+    reads for an older generation. `keyed`: around the reading of the item at a position, which may
+    begin `anew`.
     """
 
     def __init__(self, source: Any, global_batch: int) -> None:
         library = type(source).__module__.partition(".")[0]
         self.source = FromTheStart(source) if library == "datasets" else source
         self.global_batch = global_batch
+        self.keyed: Callable[[int, bool], AbstractContextManager[None]]
+        self.keyed = lambda position, anew: nullcontext()
         self._lock = threading.Lock()
         self._items: Any = None
         self._first: Any = None
@@ -158,22 +163,21 @@ class Stream:
             self._boundary, self._states = self._at, {self._at: state["state"]}
 
     def _next(self) -> Any:
-        if self._items is None:
-            self._items = iter(self.source)
-        try:
-            item = next(self._items)
-        except StopIteration:
-            self._items = iter(self.source)
-            item = next(self._items, None)
-            if item is None:
-                raise ProgramError(
-                    "the dataset is a stream that gives nothing when it starts over"
-                ) from None
+        item = self._given(anew=self._items is None)
+        if item is END:
+            item = self._given(anew=True)
+        if item is END:
+            raise ProgramError("the dataset is a stream that gives nothing when it starts over")
         self._at += 1
         if self._at % self.global_batch == 0:
             # it may be the very one that reading changes
             self._states[self._at] = deepcopy(self.source.state_dict())
         return item
+
+    def _given(self, *, anew: bool) -> Any:
+        with self.keyed(self._at, anew):
+            self._items = iter(self.source) if anew else self._items
+            return next(self._items, END)
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,25 @@ wanted."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from elastic.data import sample_draws
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader
 from elastic.data.open_datasets import dataset_of
+from elastic.data.sample_draws import SampleDraws
 from elastic.data.streams import N_POSITIONS, Stream, with_stream
 from elastic.errors import ProgramError, SpecError
-from elastic.program import Program
+from elastic.program import Program, generators
 from elastic.types import Job
+from elastic.worker.parallel.keyed_draws import from_another
 
 BATCH = 4
 
@@ -181,6 +187,57 @@ def test_a_thread_that_could_not_be_ended_in_time_takes_nothing_from_the_next_lo
     new = Loader(stream.reader(), lambda step: [Microbatch(stream.positions(step))], first_step=0)
     assert [new.take(step)[0][0]["x"].tolist() for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert old.close() and new.close()
+
+
+class Drawn(Letters):
+    """In an order that is drawn at its beginning, and with a number that is drawn for each item."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        order = random.sample(range(self.n), self.n)
+        while self.at < self.n:
+            self.at += 1
+            yield {"x": order[self.at - 1], "drawn": float(self.draw())}
+        self.at = 0
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: torch.rand(()), lambda: 0.0]
+)
+def test_what_a_stream_draws_is_the_same_on_every_rank(draw: Callable[[], Any]) -> None:
+    found = []
+    for rank in range(2):
+        stream = Stream(Drawn(draw), BATCH)
+        stream.keyed = SampleDraws(7, from_another).of_stream
+        random.seed(rank)
+        np.random.seed(rank)
+        torch.manual_seed(rank)
+        before = generators()
+        found.append([stream[position] for position in range(22)])
+        assert generators() == before
+    assert found[0] == found[1]
+    xs = [item["x"] for item in found[0]]
+    assert sorted(xs[:11]) == sorted(xs[11:]) == [*range(11)] and xs[:11] != xs[11:]
+
+
+def test_a_stream_that_draws_nothing_is_not_keyed_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keyed: list[int] = []
+
+    class Noted(SampleDraws):
+        def _keyed(self, step: int, sample: int) -> Any:
+            keyed.append(sample)
+            return super()._keyed(step, sample)
+
+    monkeypatch.setattr(sample_draws, "TRIED", 3)
+    stream = Stream(Letters(), BATCH)
+    stream.keyed = Noted(7, from_another).of_stream
+    assert [stream[position]["x"] for position in range(16)] == [i % 11 for i in range(16)]
+    assert keyed == [0, 1, 2, 11, 12, 13], "a stream may draw where it begins anew"
 
 
 def test_what_cannot_be() -> None:

@@ -167,8 +167,8 @@ class Probe:
             if self.streams:
                 raise ProgramError(
                     "ranks read other values as the first sample of the stream, which each of "
-                    "them reads by itself; it must be the same in every process: give what "
-                    "shuffles or draws in it a generator with a seed of its own"
+                    "them reads by itself; it must be the same in every process: give a "
+                    "generator of its own a seed, take no hash() of a text and no clock"
                 )
             raise ProgramError(
                 f"ranks read other values as sample {sample} of the dataset, which each of "
