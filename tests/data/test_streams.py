@@ -223,9 +223,7 @@ def test_what_a_stream_draws_is_the_same_on_every_rank(draw: Callable[[], Any]) 
     assert sorted(xs[:11]) == sorted(xs[11:]) == [*range(11)] and xs[:11] != xs[11:]
 
 
-def test_a_stream_that_draws_nothing_is_not_keyed_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stream_that_draws_nothing_is_not_keyed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     keyed: list[int] = []
 
     class Noted(SampleDraws):
@@ -282,7 +280,9 @@ def of_the_library(change: Callable[[Any], Any]) -> Stream:
 )
 def test_a_shuffle_in_a_buffer_is_refused(change: Callable[[Any], Any]) -> None:
     """After a load the library fills it anew: what it held is lost."""
-    with pytest.raises(SpecError, match=r"^Program\.dataset: .* whose state does not hold the \d+ s"):
+    with pytest.raises(
+        SpecError, match=r"^Program\.dataset: .* whose state does not hold the \d+ s"
+    ):
         of_the_library(change)
 
 

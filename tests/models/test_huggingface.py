@@ -100,9 +100,7 @@ def test_bad_input_is_one_line(tmp_path: Path, program: Program) -> None:
         ".cache/huggingface/download/1f.incomplete",
     ],
 )
-def test_a_folder_of_other_weights_is_refused(
-    tmp_path: Path, program: Program, file: str
-) -> None:
+def test_a_folder_of_other_weights_is_refused(tmp_path: Path, program: Program, file: str) -> None:
     program.model().config.save_pretrained(tmp_path)
     assert causal_lm(tmp_path, program.dataset, program.optimizer).weights is None
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

@@ -164,7 +164,9 @@ def test_a_run_with_other_data_than_before_is_refused_unless_it_trains(
     worker_group: Any = FakeWorkerGroup("a", "b")
     before = (1000, 50) if "phase_lengths" in found else (1000,)
     event = replace(prepared("a"), **found)
-    with pytest.raises(SpecError, match=r"^node a: its data is not .*continue with --allow-changed"):
+    with pytest.raises(
+        SpecError, match=r"^node a: its data is not .*continue with --allow-changed"
+    ):
         Entrance(worker_group, lengths=before).passed(event, NODES)
     going_on = Entrance(worker_group, lengths=before, attached=True)
     assert isinstance(going_on.passed(event, NODES), NodeRefused), "workers of it may train"

@@ -109,7 +109,11 @@ def test_each_record_comes_back_by_its_number(
 
 def test_a_column_of_json_has_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a step is divided by tokens or by samples follows from it."""
-    made = [{"x": [1, 2], "y": 1, "z": []}, {"x": [1.5, 2], "y": 2, "z": [7]}, {"x": [], "y": 3, "z": [8]}]
+    made = [
+        {"x": [1, 2], "y": 1, "z": []},
+        {"x": [1.5, 2], "y": 2, "z": [7]},
+        {"x": [], "y": 3, "z": [8]},
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, made)))
     samples = Columns(Jsonl(str(tmp_path)))
     for index in range(3):

@@ -248,7 +248,9 @@ def test_a_loss_of_the_models_own_is_taken_as_it_is() -> None:
     class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
         def forward(self, input_ids: Any, labels: Any = None, **_: Any) -> Any:
             logits = self.lm_head(self.model(input_ids)[0])
-            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+            return {
+                "loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            }
 
     model, ids = small_llama(Mine), torch.arange(16).view(2, 8)
     losses = Losses(SimpleNamespace(model=model, model_accepts_loss_kwargs=True))

@@ -69,9 +69,7 @@ program = elastic.Program(
 """
 
 
-def begun(
-    pool: Pool, folder: Path, order: str, more: str = ""
-) -> tuple[dict[str, Any], Plan]:
+def begun(pool: Pool, folder: Path, order: str, more: str = "") -> tuple[dict[str, Any], Plan]:
     """Two ranks at work on samples in this order. `more`: behind the program."""
     file = folder / "program.py"
     file.write_text(PROGRAM.replace("ORDER", order) + more)
