@@ -240,7 +240,7 @@ class Endless:
     def __iter__(self):
         while True:
             self.at += 1
-            yield {**self.rows[self.at % 96], "who": torch.tensor(os.getpid())}
+            yield {**self.rows[self.at % 96], "who": torch.tensor(WHO)}
     def state_dict(self):
         return {"at": self.at}
     def load_state_dict(self, state):
@@ -254,8 +254,14 @@ program = dataclasses.replace(program, dataset=Endless)
 def test_a_stream_that_is_another_one_in_each_process_makes_no_step(
     pool: Pool, tmp_path: Path
 ) -> None:
-    begun(pool, tmp_path, "range(96)", STREAM)
+    begun(pool, tmp_path, "range(96)", STREAM.replace("WHO", "os.getpid()"))
     pool.wait(lambda: len(pool.events(WorkerFailed)) == 2, "failure")
     failed = pool.events(WorkerFailed)
     assert {e.kind for e in failed} == {"program"} and not pool.events(StepDone)
     assert "ranks read other values as the first sample of the stream" in failed[0].error
+
+
+def test_a_stream_that_draws_gives_every_process_the_same(pool: Pool, tmp_path: Path) -> None:
+    begun(pool, tmp_path, "range(96)", STREAM.replace("WHO", "random.randrange(1 << 30)"))
+    pool.wait(lambda: any(e.step == STEPS for e in pool.events(StepDone)), "the last step")
+    assert not pool.events(WorkerFailed)
