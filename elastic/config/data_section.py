@@ -13,11 +13,16 @@ from elastic.types.typed_job import SOURCE_KINDS as KINDS
 from elastic.types.typed_job import DataKeys
 
 RECORDS = ("jsonl", "parquet", "huggingface", "dataset")
+CORPORA = ("folder", *RECORDS, "tokens")
 ONLY_FOR = {
     "pattern": ("folder", "jsonl", "parquet", "dataset", "tokens"),
     "part": ("folder",),
     "text": RECORDS,
     "columns": RECORDS,
+    "tokenizer": ("folder", *RECORDS),
+    "end_token": CORPORA,
+    "seq": CORPORA,
+    "pack": CORPORA,
     "split": ("huggingface", "dataset"),
     "format": ("dataset",),
     "dtype": ("tokens",),
@@ -123,11 +128,9 @@ class SourceSpec(Strict):
 
 
 def _fitting(handed: Mapping[str, Any], part: SourceSpec) -> dict[str, Any]:
-    if part.kind == "rows" or part.columns is not None:
+    if part.columns is not None:
         return {}
-    return {
-        key: value for key, value in handed.items() if part.kind in ONLY_FOR.get(key, (part.kind,))
-    }
+    return {key: value for key, value in handed.items() if part.kind in ONLY_FOR[key]}
 
 
 class DataSpec(Strict):

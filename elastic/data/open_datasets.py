@@ -21,7 +21,7 @@ from elastic.data.sources.parquet import Rows
 from elastic.data.sources.records import Columns, HuggingFace, Jsonl, Parquet, Records
 from elastic.data.sources.text_folder import split_files
 from elastic.data.sources.tokenizers import tokenizer_of
-from elastic.data.streams import Stream, is_stream
+from elastic.data.streams import Stream, check_shuffles, is_stream
 from elastic.errors import SpecError
 from elastic.program import Program, drawing
 from elastic.storage import open_storage
@@ -51,7 +51,11 @@ def dataset_of(program: Program, job: Job) -> Any:
         with drawing(job.seed):  # an order, a split: each rank and each loader process opens it
             dataset = program.dataset()
         streams = is_stream(dataset) and not _is_map(dataset)
-        dataset = Stream(dataset, job.global_batch or 1) if streams else checked(dataset, what)
+        if streams:
+            check_shuffles(dataset, what)
+            dataset = Stream(dataset, job.global_batch or 1)
+        else:
+            checked(dataset, what)
     check_lengths(job, dataset, what)
     return dataset
 
@@ -190,7 +194,8 @@ def _opened(source: SourceSpec, place: _Place) -> Any:
     if source.kind == "folder":
         return _samples(_folder(where, source, place), source, place)
     records = _records(where, source, place.cache())
-    if source.text is None and source.tokenizer is None and source.seq is None:
+    of_text = (source.text, source.tokenizer, source.end_token, source.seq, source.pack)
+    if all(key is None for key in of_text):
         return Columns(records, source.columns)
     return _samples(_tokenized(records, source.text or TEXT, source, place=place), source, place)
 

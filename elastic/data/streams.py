@@ -9,10 +9,13 @@ own state exactly. What it gave has no sample ids: nobody can check that afterwa
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
@@ -20,6 +23,8 @@ from elastic.types import Job
 
 STATE = "dataset"  # the name of the stream's state among the extra state
 N_POSITIONS = 1 << 40  # a stream says of itself
+OF_NO_SEED = 1 << 64  # numpy draws 128 bits where it is given none
+END = object()
 SENTENCE = (
     "the dataset is a stream: its state travels with the model, but its samples have no ids, so "
     "that each came up exactly once "
@@ -32,6 +37,35 @@ def is_stream(dataset: Any) -> bool:
         callable(getattr(dataset, name, None))
         for name in ("__iter__", "state_dict", "load_state_dict")
     )
+
+
+def check_shuffles(source: Any, what: str) -> None:
+    """Raises SpecError for a stream of the library `datasets` that is shuffled in a buffer, which
+    its state does not hold, or mixed without a seed. The library has no public name for either."""
+    for part in _parts(getattr(source, "_ex_iterable", None)):
+        if hasattr(part, "buffer_size"):
+            raise SpecError(
+                f"{what}: a stream of `datasets` with shuffle(), whose state does not hold the "
+                f"{part.buffer_size} samples of its buffer: they would be lost at each change; "
+                "shuffle the list of its files (data_files), or take a dataset that is no stream, "
+                "which is shuffled here"
+            )
+        bits = getattr(getattr(part, "generator", None), "bit_generator", None)
+        entropy = getattr(getattr(bits, "seed_seq", None), "entropy", 0)
+        # of a copied generator numpy 1 does not know it
+        if isinstance(entropy, int) and entropy >= OF_NO_SEED and np.__version__ >= "2":
+            raise SpecError(
+                f"{what}: a stream of `datasets` that is mixed without a seed, in another order on "
+                "each rank; give interleave_datasets() a seed"
+            )
+
+
+def _parts(part: Any) -> Iterator[Any]:
+    """What a stream of `datasets` is made of, the last step first."""
+    if part is not None:
+        yield part
+        for inner in (getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())):
+            yield from _parts(inner)
 
 
 class FromTheStart:
@@ -58,13 +92,16 @@ class Stream:
 
     The training thread calls `taken`, `state_dict` and `load_state_dict`, another one reads,
     through `reader()`: loading a state waits for the item that is being read, and cuts off whoever
-    reads for an older generation.
+    reads for an older generation. `keyed`: around the reading of the item at a position, which may
+    begin `anew`.
     """
 
     def __init__(self, source: Any, global_batch: int) -> None:
         library = type(source).__module__.partition(".")[0]
         self.source = FromTheStart(source) if library == "datasets" else source
         self.global_batch = global_batch
+        self.keyed: Callable[[int, bool], AbstractContextManager[None]]
+        self.keyed = lambda position, anew: nullcontext()
         self._lock = threading.Lock()
         self._items: Any = None
         self._first: Any = None
@@ -126,22 +163,21 @@ class Stream:
             self._boundary, self._states = self._at, {self._at: state["state"]}
 
     def _next(self) -> Any:
-        if self._items is None:
-            self._items = iter(self.source)
-        try:
-            item = next(self._items)
-        except StopIteration:
-            self._items = iter(self.source)
-            item = next(self._items, None)
-            if item is None:
-                raise ProgramError(
-                    "the dataset is a stream that gives nothing when it starts over"
-                ) from None
+        item = self._given(anew=self._items is None)
+        if item is END:
+            item = self._given(anew=True)
+        if item is END:
+            raise ProgramError("the dataset is a stream that gives nothing when it starts over")
         self._at += 1
         if self._at % self.global_batch == 0:
             # it may be the very one that reading changes
             self._states[self._at] = deepcopy(self.source.state_dict())
         return item
+
+    def _given(self, *, anew: bool) -> Any:
+        with self.keyed(self._at, anew):
+            self._items = iter(self.source) if anew else self._items
+            return next(self._items, END)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from torch.nn import functional as F
 
 from elastic.errors import SpecError
 from elastic.models.experts import expert_modules
+from elastic.models.huggingface import count as count_of_next
+from elastic.models.huggingface import next_tokens
 from elastic.program import Program, Weights, patterns_of
 
 TEACHER, STUDENT = "teacher", "student"
@@ -69,11 +71,23 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
 
 
 def counted(batch: Mapping[str, Tensor], logits: Tensor) -> Tensor:
-    """Positions of the logits that have a target; all of them where the batch names none."""
+    """Positions of the logits that have a target; all of them where the batch names none. Raises
+    SpecError where it tells in another way which of them count."""
     target = batch.get("target")
+    own = next((key for key in ("labels", "attention_mask") if key in batch), "")
+    if target is None and own:
+        raise SpecError(
+            f"distilled: a sample has '{own}' and no 'target': which positions does the student "
+            "learn? give counts=lambda batch, logits: a mask of the shape of logits[..., 0]"
+        )
     if target is None or target.shape != logits.shape[:-1]:
         return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     return target != NOT_COUNTED
+
+
+def counted_next(batch: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+    """Of rows as `causal_lm` has them: positions that are followed by a token to be learned."""
+    return next_tokens(batch) != NOT_COUNTED
 
 
 def distilled(
@@ -82,16 +96,19 @@ def distilled(
     *,
     temperature: float = 2.0,
     share: float = 0.5,
-    counts: Callable[[Any, Tensor], Tensor] = counted,
+    counts: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> Program:
     """The student's program with a teacher beside it. Its loss is `share` times the divergence from
-    the teacher, summed over the positions that `counts(batch, logits)` marks, and 1 - `share` times
-    its own. Both models are called with the student's input and keywords.
+    the teacher, summed over the positions that `counts(batch, logits)` marks (None: those that the
+    student has targets for), and 1 - `share` times its own. Both models are called with the
+    student's input and keywords.
 
     Of `teacher` are taken: model, weights (without: init, and it is kept in the state), blocks, tp,
     experts and buffers. Raises SpecError where the two cannot go together.
     """
     _check(student, teacher, temperature, share=share)
+    if counts is None:
+        counts = counted_next if student.count is count_of_next else counted
     return replace(
         student,
         model=lambda: Distilled(teacher.model(), student.model()),

@@ -48,6 +48,11 @@ BESIDE = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*",
 )  # fmt: skip
+# weights that are not read here, or a download that is not complete
+OTHERS = (
+    "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf",
+    ".cache/huggingface/download/**/*.incomplete",
+)  # fmt: skip
 
 
 def causal_lm(
@@ -114,8 +119,7 @@ def before_cut(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own = ("labels", "attention_mask", "document")
     whole = {key: value for key, value in batch.items() if key not in own}
     mask, ids = batch.get("attention_mask"), batch["input_ids" if "input_ids" in batch else "input"]
-    if "target" not in batch:
-        whole["target"] = nn.functional.pad(_labels(batch), (0, 1), value=IGNORED)
+    whole["target"] = next_tokens(batch)
     if mask is not None:
         whole |= {"position": _behind_padding(mask), "document": mask.long()}
     elif "position" in batch:
@@ -123,6 +127,12 @@ def before_cut(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     else:
         whole["position"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     return whole
+
+
+def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """[batch, seq]: what each token is followed by, -100 where that is not to be learned."""
+    labels = _labels(batch)
+    return labels if "target" in batch else nn.functional.pad(labels, (0, 1), value=IGNORED)
 
 
 def loss_sum(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -287,4 +297,10 @@ def _config(source: str | Path | PreTrainedConfig) -> tuple[PreTrainedConfig, Pa
             "fetched) or a config"
         )
     weights = any(folder.glob("*.safetensors"))
+    if not weights and (other := next((p.name for end in OTHERS for p in folder.glob(end)), "")):
+        raise SpecError(
+            f"causal_lm('{source}'): {other}, but no safetensors there; complete the download, or "
+            "convert it (save_pretrained of transformers writes safetensors); for random weights "
+            "give its config (AutoConfig.from_pretrained)"
+        )
     return AutoConfig.from_pretrained(folder, local_files_only=True), folder if weights else None

@@ -89,13 +89,15 @@ def lora(
     one of `targets`, scaled by alpha / r; with `rslora` (Kalajdzievski 2023) by alpha / sqrt(r),
     so that a larger r does not make them learn more slowly.
 
-    Raises SpecError where a target names none, or one whose tp style adapters cannot follow.
+    Raises SpecError where a target names none, one whose weight is tied, or one whose tp style
+    adapters cannot follow.
     """
     if r < 1:
         raise SpecError(f"lora: r={r}; the rank of the adapters is at least 1")
     with torch.device("meta"):
         base: nn.Module = program.model()
     names = _linears(base, tuple(targets))
+    _check_not_tied(base, names)
     adapter = Adapter(r, alpha, tuple(targets), names, rslora)
 
     def build() -> nn.Module:
@@ -170,6 +172,17 @@ def _linears(model: nn.Module, targets: tuple[str, ...]) -> tuple[str, ...]:
             raise SpecError(f"lora: '{target}' names {what}; linear layers of this model: {there}")
         found += linear
     return tuple(dict.fromkeys(found))
+
+
+def _check_not_tied(model: nn.Module, names: tuple[str, ...]) -> None:
+    every = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    for layer in names:
+        mine = f"{layer}.weight", id(model.get_submodule(layer).weight)
+        if other := next((name for name, key in every if key == mine[1] and name != mine[0]), ""):
+            raise SpecError(
+                f"lora: the weight of {layer} is also {other}, which its adapters do not change; "
+                "leave it out of the targets"
+            )
 
 
 def _tp(model: nn.Module, plan: Mapping[str, str], names: set[str]) -> dict[str, str]:

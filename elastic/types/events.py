@@ -62,6 +62,11 @@ class NodePrepared(Event):
     phase_samples: tuple[SampleProfile | None, ...] = ()
     phase_lengths: tuple[int, ...] = ()
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the dataset, or of those of the phases; () = not told."""
+        return self.phase_lengths or ((self.n_samples,) if self.n_samples else ())
+
 
 @dataclass(frozen=True)
 class NodeRefused(Event):

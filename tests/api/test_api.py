@@ -43,6 +43,7 @@ from elastic.types import (
     Evaluated,
     Layout,
     ModelProfile,
+    Node,
     NodeLost,
     NodePrepared,
     Pool,
@@ -85,6 +86,28 @@ def test_the_backend_knows_whether_anybody_has_said_what_the_nodes_are(
     assert default()
     (folder / "job.yaml").write_text("steps: 4\nglobal_batch: 8\npools: [{name: a}]\n")
     assert not default()
+
+
+def test_the_backend_knows_how_long_the_datasets_were_unless_they_may_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.cluster.backend.ray_backend.RayBackend", lambda run, *_, **__: run)
+    told = NodePrepared("a", n_samples=1000)
+    nodes = {"a": Node("a", "spot")}
+    state = fold(replace(fold(State(), START, 0.0), nodes=nodes), told, 1.0)
+    again = fold(replace(state, step=5), replace(START, epoch=2), 2.0)
+
+    def lengths(start: DriverStarted, before: State | None, **options: Any) -> tuple[int, ...]:
+        lease: Any = None
+        run: Any = prepared(folder, **options)._backend(start, before, None, lease=lease)
+        return tuple(run.lengths)
+
+    assert lengths(START, None) == ()
+    assert lengths(START, state) == lengths(START, again) == (1000,)
+    assert lengths(START, state, allow_changed=True) == ()
+    assert lengths(replace(START, attached=True), state, allow_changed=True) == (1000,)
+    failed = replace(state, phase="failed")
+    assert lengths(START, failed) == () and lengths(START, replace(failed, step=5)) == (1000,)
 
 
 def test_workers_import_from_a_checkout_and_not_from_the_packages_of_the_driver(

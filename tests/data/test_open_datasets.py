@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from elastic.config.data_section import DataSpec
+from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.job import job_of
 from elastic.data.open_datasets import Sets, dataset_of, validation_of
 from elastic.data.progress import heard_by
@@ -252,7 +252,10 @@ def test_under_s3(place: Path, s3: Storage) -> None:
         "data.train: .*absent: no index.json there"), ({"seq": 4},
         "key 'data.train': a source has exactly one of rows, folder, .* not none"), ({"folder": "a",
         "tokens": "b"}, "exactly one of .* not folder, tokens"), ({"folder": "a", "text": "b"},
-        "'text' belongs to jsonl or parquet or huggingface or dataset, not to folder"), ({"jsonl": "a",
+        "'text' belongs to jsonl or parquet or huggingface or dataset, not to folder"), ({"rows": "a",
+        "seq": 4, "pack": "whole"}, "'seq' belongs to folder or jsonl .* or tokens, not to rows"),
+        ({"tokens": "a", "tokenizer": "bytes"}, "'tokenizer' belongs to folder or .*, not to tokens"),
+        ({"jsonl": "rows.jsonl", "pack": "whole"}, "key 'tokenizer' is missing"), ({"jsonl": "a",
         "columns": ["x"], "seq": 3}, "'columns' are fields of numbers"), ({"mixture": {}},
         "a mixture needs parts"), ({"mixture": {"a": {"folder": "x", "weight": 1},
         "b": {"folder": "y"}}}, "part 'b' of the mixture has no weight"), ({"folder": "a",
@@ -263,6 +266,21 @@ def test_under_s3(place: Path, s3: Storage) -> None:
 def test_each_mistake_is_one_line(place: Path, train: Any, says: str) -> None:
     said = refused(place, train=train)
     assert re.search(says, said), said
+
+
+def test_a_mixture_hands_on_what_a_part_can_use() -> None:
+    made = SourceSpec.model_validate(
+        {
+            "mixture": {"a": {"rows": "x"}, "b": {"tokens": "y"}, "c": {"folder": "z", "seq": 8}},
+            "seq": 4,
+            "tokenizer": "bytes",
+        }
+    )
+    assert {name: part.plain() for name, part in made.parts().items()} == {
+        "a": {"rows": "x"},
+        "b": {"tokens": "y", "seq": 4},
+        "c": {"folder": "z", "seq": 8, "tokenizer": "bytes"},
+    }
 
 
 def test_without_the_library_it_is_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,19 +3,25 @@ wanted."""
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from elastic.data import sample_draws
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader
 from elastic.data.open_datasets import dataset_of
+from elastic.data.sample_draws import SampleDraws
 from elastic.data.streams import N_POSITIONS, Stream, with_stream
 from elastic.errors import ProgramError, SpecError
-from elastic.program import Program
+from elastic.program import Program, generators
 from elastic.types import Job
+from elastic.worker.parallel.keyed_draws import from_another
 
 BATCH = 4
 
@@ -183,6 +189,55 @@ def test_a_thread_that_could_not_be_ended_in_time_takes_nothing_from_the_next_lo
     assert old.close() and new.close()
 
 
+class Drawn(Letters):
+    """In an order that is drawn at its beginning, and with a number that is drawn for each item."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        order = random.sample(range(self.n), self.n)
+        while self.at < self.n:
+            self.at += 1
+            yield {"x": order[self.at - 1], "drawn": float(self.draw())}
+        self.at = 0
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: torch.rand(()), lambda: 0.0]
+)
+def test_what_a_stream_draws_is_the_same_on_every_rank(draw: Callable[[], Any]) -> None:
+    found = []
+    for rank in range(2):
+        stream = Stream(Drawn(draw), BATCH)
+        stream.keyed = SampleDraws(7, from_another).of_stream
+        random.seed(rank)
+        np.random.seed(rank)
+        torch.manual_seed(rank)
+        before = generators()
+        found.append([stream[position] for position in range(22)])
+        assert generators() == before
+    assert found[0] == found[1]
+    xs = [item["x"] for item in found[0]]
+    assert sorted(xs[:11]) == sorted(xs[11:]) == [*range(11)] and xs[:11] != xs[11:]
+
+
+def test_a_stream_that_draws_nothing_is_not_keyed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyed: list[int] = []
+
+    class Noted(SampleDraws):
+        def _keyed(self, step: int, sample: int) -> Any:
+            keyed.append(sample)
+            return super()._keyed(step, sample)
+
+    monkeypatch.setattr(sample_draws, "TRIED", 3)
+    stream = Stream(Letters(), BATCH)
+    stream.keyed = Noted(7, from_another).of_stream
+    assert [stream[position]["x"] for position in range(16)] == [i % 11 for i in range(16)]
+    assert keyed == [0, 1, 2, 11, 12, 13], "a stream may draw where it begins anew"
+
+
 def test_what_cannot_be() -> None:
     with pytest.raises(ProgramError, match="gives nothing"):
         Stream(Letters(0), BATCH)[0]
@@ -199,3 +254,53 @@ def test_what_cannot_be() -> None:
     assert with_stream(plain, [1, 2], Job()) is plain
     stream = opened()
     assert with_stream(plain, stream, Job()).extra_state == {"dataset": stream}
+
+
+def rows(shard: list[int]) -> Iterator[dict[str, int]]:
+    for one in shard:
+        for n in range(5):
+            yield {"x": 10 * one + n}
+
+
+def of_the_library(change: Callable[[Any], Any]) -> Stream:
+    """With eight shards of five rows."""
+    library = pytest.importorskip("datasets").IterableDataset
+    made = change(library.from_generator(rows, gen_kwargs={"shard": [*range(8)]}))
+    found: Stream = dataset_of(program_of(lambda: made), Job.from_plain({"global_batch": BATCH}))
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: made.shuffle(seed=1),
+        lambda made: made.shuffle(seed=1, buffer_size=20).map(lambda row: row),
+        lambda made: made.take(20).shuffle(buffer_size=1),
+    ],
+)
+def test_a_shuffle_in_a_buffer_is_refused(change: Callable[[Any], Any]) -> None:
+    """After a load the library fills it anew: what it held is lost."""
+    with pytest.raises(
+        SpecError, match=r"^Program\.dataset: .* whose state does not hold the \d+ s"
+    ):
+        of_the_library(change)
+
+
+def mixed(made: Any, seed: int | None) -> Any:
+    from datasets import interleave_datasets
+
+    return interleave_datasets([made, made], probabilities=[0.5, 0.5], seed=seed)
+
+
+def test_a_mixture_without_a_seed_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"^Program\.dataset: .* mixed without a seed"):
+        of_the_library(lambda made: mixed(made, None).map(lambda row: row))
+
+
+def test_a_mixture_with_a_seed_goes_on_where_it_was() -> None:
+    whole, stopped, goes_on = (of_the_library(lambda made: mixed(made, 1)) for _ in range(3))
+    wanted = [read(whole, step, slice(0, 4)) for step in range(8)]
+    assert [read(stopped, step, slice(0, 4)) for step in range(4)] == wanted[:4]
+    stopped.taken(2)
+    goes_on.load_state_dict(stopped.state_dict())
+    assert [read(goes_on, step, slice(0, 4)) for step in range(3, 8)] == wanted[3:]

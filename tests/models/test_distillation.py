@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.docs.pages import block
+from support.models.small_hf import made, small
 from support.places import PROGRAMS
 from torch import nn
 from torch.nn import functional as F
@@ -54,6 +55,25 @@ def test_the_loss_is_a_share_of_each_over_positions_that_have_a_target() -> None
     apart = divergence(says[where], wanted[where], 2.0).sum()
     whole = 0.7 * apart + 0.3 * STUDENT.loss(says, batch)
     torch.testing.assert_close(PROGRAM.loss((says, wanted), batch), whole)
+
+
+def test_rows_of_causal_lm_are_distilled_where_their_next_token_is_learned() -> None:
+    """Padding and the last place are not, as in the count that the step divides by."""
+    program = made(small("LlamaConfig"))
+    both = distilled(program, program, share=1.0)
+    ids = torch.arange(12).view(2, 6)
+    labels, mask = ids.clone(), torch.ones(2, 6, dtype=torch.int64)
+    labels[0, :3], mask[1, 4:] = -100, 0
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    where = torch.zeros(2, 6, dtype=torch.bool)
+    where[0, 2:5] = where[1, :3] = True
+    says, wanted = torch.randn(2, 2, 6, 64)
+    torch.testing.assert_close(
+        both.loss((says, wanted), batch), divergence(says[where], wanted[where], 2.0).sum()
+    )
+    assert both.count is not None and int(both.count(batch)) == int(where.sum())
+    with pytest.raises(SpecError, match="a sample has 'labels' and no 'target': .* give counts="):
+        distilled(replace(program, count=lambda batch: 1), program).loss((says, wanted), batch)
 
 
 def test_the_teacher_is_frozen_evaluates_and_is_no_part_of_the_state() -> None:

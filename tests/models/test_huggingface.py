@@ -92,6 +92,23 @@ def test_bad_input_is_one_line(tmp_path: Path, program: Program) -> None:
         causal_lm(small("LlamaConfig"), program.dataset, program.optimizer, zebra=1)
 
 
+@pytest.mark.parametrize(
+    "file",
+    [
+        "pytorch_model.bin",
+        "model.safetensors.index.json",
+        ".cache/huggingface/download/1f.incomplete",
+    ],
+)
+def test_a_folder_of_other_weights_is_refused(tmp_path: Path, program: Program, file: str) -> None:
+    program.model().config.save_pretrained(tmp_path)
+    assert causal_lm(tmp_path, program.dataset, program.optimizer).weights is None
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(SpecError, match=rf"{Path(file).name}, but no safetensors there; complete"):
+        causal_lm(tmp_path, program.dataset, program.optimizer)
+
+
 def test_other_fields_are_those_of_program(program: Program) -> None:
     made = causal_lm(
         small("LlamaConfig"), program.dataset, program.optimizer, tp={}, validation=program.dataset

@@ -90,6 +90,14 @@ def test_frozen_weights_are_no_part_of_the_state(base: Program) -> None:
         assert both == {b.fqn for b in boxes(profile, Layout(dp_shard=2, tp=2), (4,), rank)}
 
 
+def test_a_target_whose_weight_is_tied_is_refused() -> None:
+    """Merged, the adapters of a head would be added to the embeddings too."""
+    tied = load_program(PROGRAMS / "tiny_tied.py")
+    with pytest.raises(SpecError, match=r"^lora: the weight of head is also embed\.weight, which"):
+        lora(tied, ("wq", "head"))
+    assert lora(tied, ("wq",)).adapter is not None
+
+
 def test_targets_that_name_nothing_are_refused(base: Program) -> None:
     with pytest.raises(
         SpecError,

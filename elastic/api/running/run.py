@@ -320,13 +320,8 @@ class JobRun:
     ) -> None:
         """May a run of this name go on with this job? Raises SpecError or ProgramError."""
         failed = state is not None and state.phase == "failed"
-        supervised, changes = self.options.supervised, self.options.allow_changed
-        # a person mends a program that ended its run before a step was done under the same name
-        unused = (
-            failed and not supervised and state is not None and not (state.step or found.copies)
-        )
-        check_same(before, start, found.meta, allow_changed=changes or unused)
-        if supervised and not changes:
+        check_same(before, start, found.meta, allow_changed=self._may_change(state))
+        if self.options.supervised and not self.options.allow_changed:
             check_not_failed(self.name, state.fatal if failed and state is not None else "")
 
     def _say_resumed(self, start: DriverStarted, state: State | None) -> None:
@@ -338,6 +333,13 @@ class JobRun:
         drilled = carried_out(start.job["drill"], self.storage)
         if said := comes_again(self.name, state.step, saved, carried_out=drilled):
             print(said, file=self._out(), flush=True)
+
+    def _may_change(self, state: State | None) -> bool:
+        """May program and data be others than before?"""
+        failed = state is not None and state.phase == "failed" and not self.options.supervised
+        # a person mends a program that ended its run before a step was done under the same name
+        unused = failed and state is not None and not (state.step or self._found.copies)
+        return self.options.allow_changed or unused
 
     def _cluster(self, stack: ExitStack) -> LocalCluster | None:
         """The embedded cluster; None where there is a Ray address."""
@@ -385,6 +387,9 @@ class JobRun:
             train_function=self.train_function,
             session=self.session or SESSION,
             default_pools=self.default_pools,
+            lengths=before.lengths
+            if before and (start.attached or not self._may_change(before))
+            else (),
         )
         return RayBackend(run, cluster, lease, show=self._shown())
 

@@ -112,7 +112,9 @@ class RayBackend(HostingBackend):
         self.hold = DriverHold(run, self.cluster, self, self.worker_group, connected)
         # embedded nodes are on this host
         there = self.storage if outlives else None
-        self.entrance = Entrance(self.worker_group, storage=there, attached=run.attach)
+        self.entrance = Entrance(
+            self.worker_group, storage=there, attached=run.attach, lengths=run.lengths
+        )
         verify = self.commit is None and job.verify_copies
         self.copies = CheckpointCommitter(
             self.storage,

@@ -25,7 +25,8 @@ class RayRun:
     the last one of them that is written down. `logs`: a folder for what the workers print; None =
     where Ray puts it. `digests`: step -> running digest of the sample ids, as far as earlier
     drivers knew them; `known`: URIs of checkpoints that they have committed. `default_pools`:
-    nobody has said what the nodes are.
+    nobody has said what the nodes are. `lengths`: of the datasets, as nodes have told them; () =
+    any will do.
     """
 
     name: str
@@ -45,6 +46,7 @@ class RayRun:
     known: Collection[str] = ()
     train_function: bytes = b""
     default_pools: bool = False
+    lengths: tuple[int, ...] = ()
 
     @property
     def meta(self) -> dict[str, Any]:

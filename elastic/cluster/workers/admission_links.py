@@ -46,12 +46,13 @@ class Entrance:
     """The driver's side. `known`: versions of the run: the driver's own, and what only nodes know
     as the first one told it. `storage`: the run's, which a node may not share or not reach; None =
     it is known to be the same everywhere. `attached`: to workers that another driver has
-    admitted."""
+    admitted. `lengths`: of the run's datasets; () = the first node that is admitted tells them."""
 
     worker_group: WorkerGroup
     known: dict[str, str] = field(default_factory=versions)
     storage: Storage | None = None
     attached: bool = False
+    lengths: tuple[int, ...] = ()
     _mark: str = ""
     _inside: dict[str, None] = field(default_factory=dict)  # nodes that were admitted, in order
     _asked: dict[str, Prepare] = field(default_factory=dict)  # the last of each node
@@ -144,6 +145,14 @@ class Entrance:
         found = event.admission.versions if event.admission is not None else {}
         if different := version_differences(self.known, found):
             return NodeRefused(node.node_id, different, node.pool)
+        if other := _other_lengths(self.lengths, event.lengths):
+            if not self._inside and not self.attached:
+                raise SpecError(
+                    f"node {node.node_id}: {other}: samples would come up twice, or never; bring "
+                    "back the data that the run had, or continue with --allow-changed"
+                )
+            return NodeRefused(node.node_id, other, node.pool)
+        self.lengths = self.lengths or event.lengths
         self.known = {**found, **self.known}
         self._inside[node.node_id] = None
         return event
@@ -185,3 +194,11 @@ class Entrance:
         if self.storage is not None and self._mark:
             with suppress(OSError):
                 self.storage.delete(f"{PLACE}/{self._mark}")
+
+
+def _other_lengths(run: tuple[int, ...], found: tuple[int, ...]) -> str:
+    """Why a node with datasets of these lengths is none for the run; '' = nothing is known."""
+    if not run or not found or run == found:
+        return ""
+    was, now = (" and ".join(map(str, lengths)) for lengths in (run, found))
+    return f"its data is not the run's: {now} samples in the dataset, {was} before"

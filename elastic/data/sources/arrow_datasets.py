@@ -43,6 +43,8 @@ class ArrowRows(Records):
     """Rows of a `datasets.Dataset`, by their number. Files that are not Arrow are converted once
     per node. Raises SpecError, also without the library."""
 
+    typed = True
+
     def __init__(
         self,
         where: str | Path,

@@ -110,12 +110,14 @@ class TokenFiles:
             (files.sizes[n] - start) // kind.itemsize for n, (start, kind) in enumerate(self._heads)
         ]
         self._parts = Parts(lengths)
-        self.ends: NDArray[np.int64] = self._parts.starts[1:]
+        ends: NDArray[np.int64] = np.unique(self._parts.starts)
         if end_token is not None:
             folder = (cache or BlockCache()).once(
                 f"ends-{self.name}", lambda into: self._scan(into, end_token)
             )
-            self.ends = np.load(folder / ENDS, mmap_mode="r")
+            ends = np.load(folder / ENDS, mmap_mode="r")
+        # an empty file is no document
+        self.ends: NDArray[np.int64] = ends[np.searchsorted(ends, 0, side="right") :]
 
     def read(self, start: int, stop: int) -> Tokens:
         found = np.zeros(stop - start, dtype=np.int64)

@@ -12,6 +12,7 @@ import json
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,18 @@ from elastic.errors import SpecError
 
 KEPT_BYTES = 256 << 20  # of decoded row groups or batches, the last used ones; one may be larger
 FILES_KEPT = 8  # open at once
+KINDS_OF = 100  # records whose numbers say what kind a column has
+NUMBERS = "biuf"  # kinds of dtypes
 INDEX = "index.npy"
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 Record = Mapping[str, Any]
 
 
 class Records:
-    """Map-style. `texts(name)` reads one field of all of them from the beginning to the end."""
+    """Map-style. `texts(name)` reads one field of all of them from the beginning to the end.
+    `typed`: the files say what kind of values a field has."""
+
+    typed = False
 
     def __init__(self, files: Files, cache: BlockCache | None = None) -> None:
         self.files, self._cache = files, cache
@@ -182,6 +188,8 @@ class _Tables(Records):
     Decoded pieces are kept up to KEPT_BYTES; `n_decoded` counts how many were decoded for single
     records.
     """
+
+    typed = True
 
     def __init__(self, files: Files, cache: BlockCache | None = None) -> None:
         super().__init__(files, cache)
@@ -418,8 +426,9 @@ def _line(error: Exception) -> str:
 
 
 class Columns:
-    """Records of numbers as samples: {column: array}. Raises SpecError that names the column that
-    is no tensor.
+    """Records of numbers as samples: {column: array}. A column has one dtype, which the first
+    records say together. Raises SpecError that names the column that is no tensor, or of another
+    kind later.
 
     The length of a sample is that of its first column of lists; all of them are read once per node
     for it.
@@ -442,7 +451,10 @@ class Columns:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         record = self.records.pick(index, self.columns)
-        return {name: self._array(record, name, index) for name in self.columns}
+        return {
+            name: self._of_kind(self._array(record, name, index), name, index)
+            for name in self.columns
+        }
 
     def length(self, index: int) -> int:
         return int(self.lengths[index])
@@ -470,19 +482,45 @@ class Columns:
         )
         return np.fromiter(found, dtype=np.int64, count=len(self))
 
+    @cached_property
+    def _kinds(self) -> dict[str, np.dtype[Any]]:
+        found: dict[str, np.dtype[Any]] = {}
+        n = 1 if self.records.typed else KINDS_OF
+        for index in range(min(n, len(self))):
+            record = self.records.pick(index, self.columns)
+            for name in self.columns:
+                array = _numbers(record.get(name))
+                if array.size and array.dtype.kind in NUMBERS:  # an empty list is of floats
+                    found[name] = np.result_type(found.get(name, array.dtype), array.dtype)
+        return found
+
+    def _of_kind(self, found: NDArray[Any], name: str, index: int) -> NDArray[Any]:
+        kind = self._kinds.get(name, found.dtype)
+        if found.size and not np.can_cast(found.dtype, kind):
+            raise SpecError(
+                f"{self.records.where(index)}: '{name}' is of {found.dtype}, but of {kind} in the "
+                f"first {KINDS_OF} records; write one of those as such a number (1.0 for 1)"
+            )
+        return found.astype(kind, copy=False)
+
     def _array(self, record: Record, name: str, index: int) -> NDArray[Any]:
         if name not in record:
             raise SpecError(
                 f"{self.records.where(index)}: no field '{name}'; it has {_listed(record)}"
             )
-        try:
-            found = np.asarray(record[name])
-        except ValueError:  # lists of different lengths
-            found = np.asarray(None)
-        if found.dtype.kind not in "biuf":
+        found = _numbers(record[name])
+        if found.dtype.kind not in NUMBERS:
             raise SpecError(
                 f"{self.records.where(index)}: '{name}' is no number or tensor "
                 f"({str(record[name])[:40]!r}); give `columns` "
                 "without it, or `text` and a tokenizer"
             )
         return found
+
+
+def _numbers(value: Any) -> NDArray[Any]:
+    """As numpy has it; of objects where they are no numbers."""
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return np.asarray(None)

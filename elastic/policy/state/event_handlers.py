@@ -124,6 +124,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         text = state.digests.get(saved) or (durable[0].samples if durable else "")
         return State(
             validation=state.validation,
+            lengths=state.lengths,
             measured=state.measured if state.pools == event.pools else (),
             **known,
             started_at_s=at_s,
@@ -212,6 +213,7 @@ def _node_prepared(state: State, event: NodePrepared, at_s: float) -> State:
     state = replace(
         state,
         **in_phase.prepared(state, event),
+        lengths=event.lengths or state.lengths,
         prepared=state.prepared | {event.node_id},
         prepared_at_s=at_s,
         preparing=less(state.preparing, event.node_id),

@@ -316,6 +316,7 @@ class State(Gates):
     infeasible_in: Mapping[int, Mapping[Layout, int]] = field(default_factory=dict)
     # what a sample asks of the model in each phase of the job; () = not told, or it has none
     phase_samples: tuple[SampleProfile | None, ...] = ()
+    lengths: tuple[int, ...] = ()  # of the dataset, or of those of the phases; () = not told
     # pp, tp, cp, dp or `layout ...` -> why (see refused_layouts.py)
     unusable: Mapping[str, str] = field(default_factory=dict)
     astray: Mapping[int, int] = field(default_factory=dict)  # generation of one -> its first step

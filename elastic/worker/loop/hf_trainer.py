@@ -381,10 +381,14 @@ class Losses:
     def __init__(self, trainer: Any) -> None:
         from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-        kind, config = str(getattr(trainer.model, "loss_type", "")), trainer.model.config
+        model, config = trainer.model, trainer.model.config
         decoder = not getattr(config, "is_encoder_decoder", False)
-        self._shifted = LOSS_MAPPING.get(kind) is ForCausalLMLoss and decoder
+        named = str(getattr(model, "loss_type", "")) in LOSS_MAPPING  # by the name of its class
+        function = getattr(model, "loss_function", None)
+        asks = asks_for_loss(model)
+        self._shifted = function is ForCausalLMLoss and decoder and (named or any(asks))
         self._sums = self._shifted and trainer.model_accepts_loss_kwargs
+        self._sums &= named or asks[0]  # else it may keep to itself what it is called with
         self._sums &= not getattr(config, "output_router_logits", False)  # added to as a mean
 
     def __call__(self, model: Any, batch: Batch) -> torch.Tensor:
@@ -404,6 +408,21 @@ class Losses:
             return len(next(iter(batch.values())))
         labels = batch["labels"][..., 1:] if self._shifted else batch["labels"]
         return (labels != IGNORED).sum()
+
+
+def asks_for_loss(model: Any) -> list[bool]:
+    """Do the forward of a model of transformers, and those of its bases that it calls, compute the
+    loss by `loss_function`?"""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = []
+    for kind in type(model).__mro__:
+        if "forward" in vars(kind):
+            code = getattr(inspect.unwrap(vars(kind)["forward"]), "__code__", None)
+            names = code.co_names if code is not None else ()
+            found.append("loss_function" in names)
+            if "super" not in names:
+                break
+    return found
 
 
 class LearningRates:

@@ -22,6 +22,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from math import prod
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -74,7 +75,7 @@ PLAIN_START = (
 
 OF_TOKENS = ("int16", "int32", "int64", "uint16", "uint32")
 COUNTS_SAMPLES = (
-    "elastic.loop: the loss is divided by the number of samples, and a sample is {} whole numbers; "
+    "elastic.loop: the loss is divided by the number of samples, and {}; "
     "if they are tokens, count=lambda rows: ... says how many the loss sums over (docs/loop.md)"
 )
 
@@ -195,8 +196,8 @@ class loop:
         caller = frame.f_back if frame is not None else None
         mine = {**by_name(self.optimizer), **{f"extra {k}": x for k, x in self.extra_state.items()}}
         lines = forgotten(caller, taken(self.model, mine))
-        if self.count is None and (n := _whole_numbers(self.dataset[0])) > 1:
-            lines = (*lines, COUNTS_SAMPLES.format(n))
+        if self.count is None and (what := _of_tokens(self.dataset[0])):
+            lines = (*lines, COUNTS_SAMPLES.format(what))
         if not self.model.training:
             lines = (*lines, EVALUATES)
         run = Run(replace(self._program(), notes=lines), self.optimizer)
@@ -490,10 +491,18 @@ class Run:
         self._looked = count > 1 and not self.model.broken
 
 
-def _whole_numbers(sample: Any) -> int:
-    """How many a sample consists of that is one tensor, or array, of them; 0 = it is none."""
+def _of_tokens(sample: Any) -> str:
+    """What whole numbers there are of a sample that is one tensor, or array, of them, or has them
+    as its labels, or ids; '' = none, or a target that is counted."""
+    what = "a sample is"
+    if isinstance(sample, Mapping):
+        key = next((key for key in ("labels", "input_ids") if key in sample), "")
+        if not key or "target" in sample or "label" in sample:
+            return ""
+        what, sample = f"'{key}' of a sample is", np.asarray(sample[key])
     sizes, dtype = getattr(sample, "shape", ()), str(getattr(sample, "dtype", ""))
-    return prod(sizes) if dtype.removeprefix("torch.") in OF_TOKENS else 0
+    whole = dtype.removeprefix("torch.") in OF_TOKENS and prod(sizes) > 1
+    return f"{what} {prod(sizes)} whole numbers" if whole else ""
 
 
 def _refuse_a_plain_start(frame: types.FrameType | None) -> None:

@@ -62,11 +62,12 @@ class Probe:
         self, place: Workplace, order: EnterOrder, groups: Groups, *, stepper: Stepper | None
     ) -> None:
         self.place, self.order, self.groups, self.stepper = place, order, groups, stepper
+        self.streams = isinstance(place.dataset, Stream)
         self.possible = (
             place.probe_repeats
             # a script may not have said what its loss is
             and (not isinstance(place.program, LoopProgram) or place.program.evaluation is not None)
-            and not isinstance(place.dataset, Stream)
+            and not self.streams
         )
 
     def at_entry(self, step: int) -> Probed | None:
@@ -128,7 +129,7 @@ class Probe:
         said = torch.tensor(numbers, dtype=torch.float64)
         self.groups.control.all_reduce(said, dist.ReduceOp.MAX)
         self.possible = not bool(said[1])
-        if self.possible:
+        if self.possible or self.streams:
             most, least = said[2:].view(2, -1).unbind()
             self._check_samples((most + least).tolist())
         return float(said[0]) if math.isfinite(float(said[0])) else None
@@ -144,29 +145,37 @@ class Probe:
 
     def _ids(self) -> list[int]:
         n = len(self.place.dataset)
-        return [0, n // 2, n - 1]
+        return [0] if self.streams else [0, n // 2, n - 1]
 
     def _samples(self) -> list[float]:
         """What this worker reads as some of the samples, in two numbers each; read once."""
         place = self.place
-        if self.possible and not place.samples_read:
+        told = self.possible or self.streams
+        if told and not place.samples_read:
             with doing("batch"):
                 for sample in self._ids():
                     item = place.sample_draws.item(place.dataset, sample)
                     place.samples_read += fingerprint(collate([item]))
-        return place.samples_read if self.possible else [0.0] * 6
+        return place.samples_read if told else [0.0] * 6
 
     def _check_samples(self, apart: list[float]) -> None:
         """`apart`: by how much the numbers of ranks differ."""
         for i, sample in enumerate(self._ids()):
             whole, real = apart[2 * i : 2 * i + 2]
-            if whole or real > ROUNDED:
+            if not (whole or real > ROUNDED):
+                continue
+            if self.streams:
                 raise ProgramError(
-                    f"ranks read other values as sample {sample} of the dataset, which each of "
-                    "them opens by itself; it must be the same in every process: sort what "
-                    "os.listdir and glob give, sort a set of texts, take no hash() of a text, no "
-                    "clock, no file of one node alone and nothing that threads of its own draw"
+                    "ranks read other values as the first sample of the stream, which each of "
+                    "them reads by itself; it must be the same in every process: give a "
+                    "generator of its own a seed, take no hash() of a text and no clock"
                 )
+            raise ProgramError(
+                f"ranks read other values as sample {sample} of the dataset, which each of "
+                "them opens by itself; it must be the same in every process: sort what "
+                "os.listdir and glob give, sort a set of texts, take no hash() of a text, no "
+                "clock, no file of one node alone and nothing that threads of its own draw"
+            )
 
     def _loss(self) -> float | None:
         return (

@@ -14,6 +14,7 @@ import torch
 
 from elastic.data.loader_processes import Readers, readers_of
 from elastic.data.sample_draws import SampleDraws
+from elastic.data.streams import Stream
 from elastic.errors import InternalError, StateLost
 from elastic.program import Program
 from elastic.reshard.transfer_plan import participants
@@ -123,6 +124,8 @@ class Workplace:
     def __post_init__(self) -> None:
         self.saving = Saving(self)
         self.sample_draws = SampleDraws(self.job.seed, from_another)
+        if isinstance(self.dataset, Stream):
+            self.dataset.keyed = self.sample_draws.of_stream
         self.extra = extra_of(self.program, self.profile.specs, self.profile.optimizers)
         self.host_memory = HostMemory(self.device.type == "cuda", self._unpinned)
         self.side = SideStream(self.device)

@@ -145,6 +145,34 @@ def test_what_the_driver_does_not_know_the_first_node_says_for_all() -> None:
         assert at.passed(other, NODES) == other
 
 
+def test_a_node_with_a_dataset_of_another_length_is_refused() -> None:
+    """The order of all samples follows from it."""
+    at = entrance("a", "b")
+    assert isinstance(at.passed(replace(prepared("a"), n_samples=1000), NODES), NodePrepared)
+    event = at.passed(replace(prepared("b"), n_samples=1100), NODES)
+    assert isinstance(event, NodeRefused) and event.pool == "spot"
+    assert event.reason == "its data is not the run's: 1100 samples in the dataset, 1000 before"
+    assert isinstance(at.passed(prepared("b"), NODES), NodePrepared), "an older worker tells none"
+
+
+@pytest.mark.parametrize(
+    "found", [{"n_samples": 1100}, {"n_samples": 1000, "phase_lengths": (1000, 60)}]
+)
+def test_a_run_with_other_data_than_before_is_refused_unless_it_trains(
+    found: dict[str, Any],
+) -> None:
+    worker_group: Any = FakeWorkerGroup("a", "b")
+    before = (1000, 50) if "phase_lengths" in found else (1000,)
+    event = replace(prepared("a"), **found)
+    with pytest.raises(
+        SpecError, match=r"^node a: its data is not .*continue with --allow-changed"
+    ):
+        Entrance(worker_group, lengths=before).passed(event, NODES)
+    going_on = Entrance(worker_group, lengths=before, attached=True)
+    assert isinstance(going_on.passed(event, NODES), NodeRefused), "workers of it may train"
+    assert Entrance(worker_group, lengths=event.lengths).passed(event, NODES) == event
+
+
 def test_a_refusal_waits_whether_the_neighbor_is_gone() -> None:
     at = entrance("a", "b", "c")
     at.preparation(order := Prepare("a", gpu_bytes=5), None)

@@ -14,6 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
+from elastic.data.packing import MaskedWindows, Padded
 from elastic.data.sources import block_cache as cache_module
 from elastic.data.sources import files as files_module
 from elastic.data.sources import records
@@ -104,6 +105,27 @@ def test_each_record_comes_back_by_its_number(
         list(found.texts("body"))
     with pytest.raises(SpecError, match="no field 'body'"):
         Columns(found, ["body"])
+
+
+def test_a_column_of_json_has_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a step is divided by tokens or by samples follows from it."""
+    made = [
+        {"x": [1, 2], "y": 1, "z": []},
+        {"x": [1.5, 2], "y": 2, "z": [7]},
+        {"x": [], "y": 3, "z": [8]},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, made)))
+    samples = Columns(Jsonl(str(tmp_path)))
+    for index in range(3):
+        assert {name: str(x.dtype) for name, x in samples[index].items()} == {
+            "x": "float64",
+            "y": "int64",
+            "z": "int64",
+        }
+    monkeypatch.setattr(records, "KINDS_OF", 1)
+    late = Columns(Jsonl(str(tmp_path)))
+    with pytest.raises(SpecError, match=r"line 2: 'x' is of float64, but of int64 in the first 1 "):
+        late[1]
 
 
 def test_neighbours_are_decoded_once_within_a_bound(
@@ -253,11 +275,23 @@ def test_token_files(kind: str, dtype: str, tmp_path: Path) -> None:
         path = tmp_path / f"{name}.{kind}"
         np.save(path, part) if kind == "npy" else part.tofile(path)
     found = TokenFiles(files_at(tmp_path, "*"), None if kind == "npy" else dtype)
-    assert found.ends.tolist() == [300, 300, 1000]
+    assert found.ends.tolist() == [300, 1000]
     for start, stop in ((0, 1000), (299, 301), (300, 300), (7, 40), (990, 1000)):
         assert found.read(start, stop).tolist() == ids[start:stop].tolist()
     cut = TokenFiles(files_at(tmp_path, "*"), None if kind == "npy" else dtype, end_token=7)
     assert cut.ends.tolist() == sorted({300, 1000, *(int(i) + 1 for i in np.flatnonzero(ids == 7))})
+
+
+@pytest.mark.parametrize("end_token", [None, 255])
+def test_an_empty_token_file_is_no_document(end_token: int | None, tmp_path: Path) -> None:
+    for name, part in (("a", []), ("b", range(10)), ("c", []), ("d", range(10, 25))):
+        np.asarray(part, dtype=np.uint8).tofile(tmp_path / f"{name}.bin")
+    found = TokenFiles(files_at(tmp_path, "*.bin"), "uint8", end_token)
+    assert found.ends.tolist() == [10, 25]
+    positions = [MaskedWindows(found, 6)[i]["position"].tolist() for i in (0, 1)]
+    assert positions == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1]]
+    padded = Padded(found, 16)
+    assert [int((padded[i]["target"] != -100).sum()) for i in range(len(padded))] == [9, 14]
 
 
 def test_token_files_under_s3(s3: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ TOKENS = """
 import torch, elastic
 model = torch.nn.Embedding(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ROWS = torch.ones(16, 5, dtype=torch.int64)
 rows = {rows}
 with elastic.loop(model=model, optimizer=optimizer, dataset=rows, steps=4, global_batch=4{extra}) as run:
     for x in run:
@@ -136,6 +137,11 @@ with elastic.loop(model=model, optimizer=optimizer, dataset=rows, steps=4, globa
         ("torch.ones(16, 5, dtype=torch.int64)", "x", ", count=lambda rows: rows.numel()", False),
         ("torch.ones(16, dtype=torch.int64)", "x", "", False),
         ("[(row, row) for row in torch.ones(16, 5, dtype=torch.int64)]", "x[0]", "", False),
+        ("[{'input_ids': r, 'labels': r} for r in ROWS]", "x['input_ids']", "", True),
+        ("[{'input_ids': r, 'at': r} for r in ROWS]", "x['input_ids']", "", True),
+        ("[{'input_ids': r, 'labels': r[0]} for r in ROWS]", "x['input_ids']", "", False),
+        ("[{'input_ids': r, 'label': r[0]} for r in ROWS]", "x['input_ids']", "", False),
+        ("[{'input_ids': r, 'target': r} for r in ROWS]", "x['input_ids']", "", False),
     ],
 )
 def test_rows_of_tokens_that_are_counted_as_samples_are_told(

@@ -208,6 +208,50 @@ def test_a_batch_without_a_label_adds_nothing() -> None:
         assert any(g.any() for g in gradients) == learned == bool(loss)
 
 
+def small_llama(kind: Any) -> Any:
+    return kind(
+        transformers.LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )  # fmt: skip
+
+
+def test_a_model_whose_name_says_nothing_shifts_its_labels_all_the_same() -> None:
+    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        pass
+
+    class Logged(Mine):
+        def forward(self, input_ids: Any, labels: Any = None, **_: Any) -> Any:
+            return super().forward(input_ids, labels=labels)
+
+    ids = torch.arange(16).view(2, 8)
+    first = torch.full_like(ids, -100)
+    first[:, 0] = 3
+    for kind, sums in ((Mine, True), (Logged, False)):
+        model = small_llama(kind)
+        losses = Losses(SimpleNamespace(model=model, model_accepts_loss_kwargs=True))
+        assert losses.count({"input_ids": ids, "labels": ids}) == 14
+        mean = float(model(input_ids=ids, labels=ids)["loss"].detach())
+        loss = losses(model, {"input_ids": ids, "labels": ids}).detach()
+        assert float(loss) == pytest.approx(14 * mean)
+        if sums:
+            assert not losses(model, {"input_ids": ids, "labels": first}).detach()
+
+
+def test_a_loss_of_the_models_own_is_taken_as_it_is() -> None:
+    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def forward(self, input_ids: Any, labels: Any = None, **_: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids)[0])
+            return {
+                "loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            }
+
+    model, ids = small_llama(Mine), torch.arange(16).view(2, 8)
+    losses = Losses(SimpleNamespace(model=model, model_accepts_loss_kwargs=True))
+    assert losses.count({"input_ids": ids, "labels": ids}) == 16
+
+
 def test_a_field_stands_on_one_side_only() -> None:
     known = {field.name for field in fields(transformers.TrainingArguments)}
     assert not TAKEN & NO_MATTER and not (TAKEN | NO_MATTER) & set(WHY)

@@ -69,10 +69,10 @@ program = elastic.Program(
 """
 
 
-def begun(pool: Pool, folder: Path, order: str) -> tuple[dict[str, Any], Plan]:
-    """Two ranks at work on samples in this order."""
+def begun(pool: Pool, folder: Path, order: str, more: str = "") -> tuple[dict[str, Any], Plan]:
+    """Two ranks at work on samples in this order. `more`: behind the program."""
     file = folder / "program.py"
-    file.write_text(PROGRAM.replace("ORDER", order))
+    file.write_text(PROGRAM.replace("ORDER", order) + more)
     job = job_of(str(file), steps=STEPS) | {"n_samples": 96}
     workers = pool.open(job, folder / "run", n=2)
     first = plan(1, Layout(dp_replicate=2), workers, job["global_batch"], n_blocks=0)
@@ -231,3 +231,37 @@ def test_a_dataset_that_is_another_one_in_each_process_makes_no_step(
     assert {e.kind for e in failed} == {"program"} and not pool.events(StepDone)
     # of two orders one place in 96 holds the same sample by chance
     assert re.search("ranks read other values as sample (0|48|95) of the dataset", failed[0].error)
+
+
+STREAM = """
+class Endless:
+    def __init__(self):
+        self.rows, self.at = Rows(), 0
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield {**self.rows[self.at % 96], "who": torch.tensor(WHO)}
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+import dataclasses
+program = dataclasses.replace(program, dataset=Endless)
+"""
+
+
+def test_a_stream_that_is_another_one_in_each_process_makes_no_step(
+    pool: Pool, tmp_path: Path
+) -> None:
+    begun(pool, tmp_path, "range(96)", STREAM.replace("WHO", "os.getpid()"))
+    pool.wait(lambda: len(pool.events(WorkerFailed)) == 2, "failure")
+    failed = pool.events(WorkerFailed)
+    assert {e.kind for e in failed} == {"program"} and not pool.events(StepDone)
+    assert "ranks read other values as the first sample of the stream" in failed[0].error
+
+
+def test_a_stream_that_draws_gives_every_process_the_same(pool: Pool, tmp_path: Path) -> None:
+    begun(pool, tmp_path, "range(96)", STREAM.replace("WHO", "random.randrange(1 << 30)"))
+    pool.wait(lambda: any(e.step == STEPS for e in pool.events(StepDone)), "the last step")
+    assert not pool.events(WorkerFailed)
