@@ -10,7 +10,6 @@ from typing import Any
 from elastic.api.planning.model_source import Subject, machines_of
 from elastic.api.planning.plan_nodes import MachineGroup, known_of
 from elastic.api.planning.query import Query
-from elastic.config.clusters import load_cluster
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.ledger.run_folder import JOURNAL
 from elastic.observe.find_runs import lines_of, open_run
@@ -69,8 +68,9 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is asked for. `trace`: a file or a folder (a pool per file); '' = made up. `fit`: a
-    trace, of which others like it are made. `calibrate`: a run whose measured times are taken."""
+    """What is asked for. `cluster`: the file whose pools the subject has. `trace`: a file or a
+    folder (a pool per file); '' = made up. `fit`: a trace, of which others like it are made.
+    `calibrate`: a run whose measured times are taken."""
 
     subject: Subject
     cluster: str | None = None
@@ -145,7 +145,7 @@ def _study(
     asked: Simulation, names: tuple[str, ...], notes: list[str], *, like: FittedMarket | None
 ) -> Study:
     source = asked.subject
-    pools = load_cluster(asked.cluster).pools if asked.cluster else source.pools
+    pools = source.pools
     spot = [pool for pool in pools if pool.market_type == "spot"]
     if not spot:
         raise SpecError(
@@ -167,7 +167,7 @@ def _study(
     subject = RunSubject(
         source.name,
         job,
-        tuple(pools),
+        pools,
         source.model,
         StepTimes(
             step_s,

@@ -285,6 +285,7 @@ def _subject(given: argparse.Namespace) -> Subject:
             overrides=overrides,
             check=given.check,
             drilled=drilled,
+            cluster=given.cluster,
         )
     return found.with_layout(given.layout)
 

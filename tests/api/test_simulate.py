@@ -196,3 +196,15 @@ def test_hours_are_those_on_all_nodes_also_where_they_do_no_more_than_one(
     assert hours == pytest.approx(alone_h, rel=0.05)
     assert both_h == pytest.approx(wall_h, rel=0.05) and both_usd == pytest.approx(2 * usd, rel=0.1)
     assert both_least <= least
+
+
+def test_a_cluster_file_says_the_floor_as_in_a_run(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    laptop = str(ROOT / "cluster_configs" / "laptop.yaml")
+    few = words(trace, "--cluster", laptop, "--compare", "on-demand")
+    of = {
+        said: as_json(capsys, *few, *said.split())["policies"]["elastic"]
+        for said in ("", "--set on_demand_floor=1", "--set on_demand_floor=auto")
+    }
+    assert of[""] == of["--set on_demand_floor=1"] != of["--set on_demand_floor=auto"]

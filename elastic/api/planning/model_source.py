@@ -13,6 +13,7 @@ from elastic.api.planning.made_up_data import made_up_data
 from elastic.api.planning.plan_nodes import MachineGroup, of_pool, with_counts
 from elastic.api.running.entry import keys_beside, loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
+from elastic.api.running.local_pools import on_cluster
 from elastic.api.running.start_checks import check_drill
 from elastic.config.clusters import load_cluster
 from elastic.config.job import JobSpec, job_data
@@ -135,11 +136,17 @@ def _batch_notes(
 
 
 def of_job(
-    folder: str, overrides: Sequence[str] = (), check: bool = False, *, drilled: bool = False
+    folder: str,
+    overrides: Sequence[str] = (),
+    check: bool = False,
+    *,
+    drilled: bool = False,
+    cluster: str | None = None,
 ) -> Subject:
     """Traces the program on the meta device; nothing is allocated. `check`: compares what its
     layouts compute, as a run does before it starts; `drilled`: refuses what such a run refuses of
-    its drill. Raises SpecError, ProgramError."""
+    its drill; `cluster`: a file whose pools, floor and price of the head it has, as a run there.
+    Raises SpecError, ProgramError."""
     data, where = job_data(folder, overrides)
     if (
         "script" not in data
@@ -149,7 +156,7 @@ def of_job(
             f"{folder}: it has no program.py, which says what is trained; or plan a model by its "
             "sizes: --model 8b"
         )
-    return _of_data(folder, data, where, check=check, drilled=drilled)
+    return _of_data(folder, data, where, check=check, drilled=drilled, cluster=cluster)
 
 
 def of_script(
@@ -160,12 +167,14 @@ def of_script(
     overrides: Sequence[str] = (),
     check: bool = False,
     drilled: bool = False,
+    cluster: str | None = None,
 ) -> Subject:
     """The same of a script by itself, which is run up to its loop; `job`: as in `run_script`."""
     file = script_file(script)
     data, where = keys_beside(file, job, overrides)
     data |= {"script": str(file.resolve()), "args": list(args)}
-    return _of_data(job or str(file.parent), data, where, check=check, drilled=drilled)
+    folder = job or str(file.parent)
+    return _of_data(folder, data, where, check=check, drilled=drilled, cluster=cluster)
 
 
 def of_job_or_script(
@@ -176,18 +185,29 @@ def of_job_or_script(
     overrides: Sequence[str] = (),
     check: bool = False,
     drilled: bool = False,
+    cluster: str | None = None,
 ) -> Subject:
     """Whichever a command line names; a script wins, `job` is then as in `of_script`."""
     if script:
-        return of_script(script, args, job, overrides=overrides, check=check, drilled=drilled)
+        return of_script(
+            script, args, job, overrides=overrides, check=check, drilled=drilled, cluster=cluster
+        )
     assert job
-    return of_job(job, overrides, check, drilled=drilled)
+    return of_job(job, overrides, check, drilled=drilled, cluster=cluster)
 
 
 def _of_data(
-    folder: str, data: Mapping[str, Any], where: str, *, check: bool, drilled: bool
+    folder: str,
+    data: Mapping[str, Any],
+    where: str,
+    *,
+    check: bool,
+    drilled: bool,
+    cluster: str | None,
 ) -> Subject:
     spec, program = loaded_from(folder, data, where)
+    if cluster is not None:
+        spec = on_cluster(spec, load_cluster(cluster))
     if drilled:
         check_drill(spec.drill, [pool.pool() for pool in spec.pools], embedded=True)
     notes: tuple[str, ...] = () if "pools" in data else (OWN_POOLS,)
