@@ -16,7 +16,6 @@ from rich.text import Text
 from elastic.api.planning import aim_limits, model_source, plan_nodes, scoring, sizing
 from elastic.api.planning import query as answers
 from elastic.api.planning.model_source import Subject
-from elastic.api.planning.phase_plans import of_phases
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
 from elastic.api.simulate import Simulation, simulate
@@ -177,7 +176,7 @@ def _named(given: argparse.Namespace) -> str:
 def _plan(
     given: argparse.Namespace, query: answers.Query, found: tuple[MachineGroup, ...]
 ) -> PlanAnswer:
-    data = aim_limits.plan(query, found) | of_phases(query, found)
+    data = aim_limits.plan(query, found)
     if given.explain and given.explain > len(data["offers"]):
         raise SpecError(
             f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.api.planning import conflicts, query, sizing
+from elastic.api.planning.phase_plans import of_phases
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.query import Query
 from elastic.errors import InfeasiblePlan
@@ -25,10 +26,11 @@ def plan(asked: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
         data = query.plan(asked, machines)
     except InfeasiblePlan as error:
         raise InfeasiblePlan(f"{error}{_what_fits(asked, machines)}") from None
-    late = _too_late(asked, machines, data["offers"])
+    data |= of_phases(asked, machines)
+    late = _too_late(asked, machines, data)
     if late:
         raise InfeasiblePlan(late)
-    data["notes"] = [*_of_job(asked, machines, data["offers"][0]), *data["notes"]]
+    data["notes"] = [*_of_job(asked, machines, data), *data["notes"]]
     return data if not asked.aim.budget_usd else _within_budget(asked, machines, data)
 
 
@@ -51,12 +53,17 @@ def _what_fits(asked: Query, machines: Sequence[MachineGroup]) -> str:
     return ""
 
 
-def _too_late(
-    asked: Query, machines: Sequence[MachineGroup], offers: Sequence[Mapping[str, Any]]
-) -> str:
+def _later_usd(data: Mapping[str, Any]) -> float:
+    """Of the phases behind the first, whose offers these are."""
+    return sum(row["usd"] for row in data.get("phases", ())[1:])
+
+
+def _too_late(asked: Query, machines: Sequence[MachineGroup], data: Mapping[str, Any]) -> str:
     """That no offer makes the deadline, and how many of these GPUs would; '' = one does."""
     aim = asked.aim
-    fastest = min((offer["hours"] for offer in offers), default=0.0)
+    fastest = min(offer["hours"] for offer in data["offers"])
+    if "phases" in data:
+        fastest = data["all_phases"]["hours"]
     if not aim.deadline_h or not aim.tokens or fastest <= aim.deadline_h:
         return ""
     enough = ""
@@ -64,9 +71,10 @@ def _too_late(
         kind = sizing.fewest_nodes(asked, machines[0])
         if kind["makes_it"]:
             more = _words(machines[0].with_nodes(kind["n_nodes"]))
-            enough = f"{more} make it in {hours(kind['hours'])}; take them"
+            within = "" if "phases" in data else f" in {hours(kind['hours'])}"
+            enough = f"{more} make it{within}; take them"
     return (
-        f"{_tokens(asked)} within {hours(aim.deadline_h)}: "
+        f"{_tokens(asked, data)} within {hours(aim.deadline_h)}: "
         f"{' + '.join(map(_words, machines))} need {hours(fastest)}; "
         f"{enough or 'take more nodes (with --gpus KIND alone, --within says how many)'}, fewer "
         "tokens or more time"
@@ -80,27 +88,29 @@ def _within_budget(
     aim = asked.aim
     if not aim.tokens:
         return data
-    offers = [offer for offer in data["offers"] if offer["usd"] <= aim.budget_usd]
+    later_usd = _later_usd(data)
+    offers = [offer for offer in data["offers"] if offer["usd"] + later_usd <= aim.budget_usd]
     if not offers and aim.purpose != "cheapest":
         cheaper = replace(asked, aim=replace(aim, purpose="cheapest"))
         return _within_budget(cheaper, machines, {**plan(cheaper, machines), "purpose": "cheapest"})
     if not offers:
         least = min(data["offers"], key=lambda offer: offer["usd"])
         raise InfeasiblePlan(
-            f"{_tokens(asked)} for {usd(aim.budget_usd)}: the cheapest way on "
-            f"{' + '.join(map(_words, machines))} costs {usd(least['usd'])}; that "
-            f"budget buys {plan_tables.bought(aim.budget_usd, least, data)}"
+            f"{_tokens(asked, data)} for {usd(aim.budget_usd)}: the cheapest way on "
+            f"{' + '.join(map(_words, machines))} costs {usd(least['usd'] + later_usd)}; "
+            f"{_bought(aim.budget_usd, least, data)}"
         )
     return {**data, "offers": [{**offer, "n": n} for n, offer in enumerate(offers, 1)]}
 
 
 def _of_job(
-    asked: Query, machines: Sequence[MachineGroup], best: Mapping[str, Any]
+    asked: Query, machines: Sequence[MachineGroup], data: Mapping[str, Any]
 ) -> Iterator[str]:
     """What else the job limits, that `elastic run` keeps to."""
     job, n_gpus = asked.subject.job, conflicts.n_gpus_of(machines)
-    if job.budget_usd and best["usd"] > job.budget_usd and not asked.aim.budget_usd:
-        share = job.budget_usd / best["usd"]
+    costs_usd = data["offers"][0]["usd"] + _later_usd(data)
+    if job.budget_usd and costs_usd > job.budget_usd and not asked.aim.budget_usd:
+        share = job.budget_usd / costs_usd
         yield (f"the job's budget_usd of {usd(job.budget_usd)} ends the run at {share:.0%}")
     if job.max_workers and job.max_workers < n_gpus:
         yield f"max_workers={job.max_workers}: elastic run uses no more of these {n_gpus} GPUs"
@@ -109,8 +119,15 @@ def _of_job(
         yield f"max_nodes={job.max_nodes}: elastic run pays for no more of these {nodes} nodes"
 
 
-def _tokens(asked: Query) -> str:
-    return f"{count(asked.aim.tokens)} {asked.subject.plain()['unit']}"
+def _bought(budget_usd: float, offer: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    if "phases" in data:
+        return "take fewer steps or a larger budget"
+    return f"that budget buys {plan_tables.bought(budget_usd, offer, data)}"
+
+
+def _tokens(asked: Query, data: Mapping[str, Any]) -> str:
+    tokens = data["all_phases"]["tokens"] if "phases" in data else asked.aim.tokens
+    return f"{count(tokens)} {data['model']['unit']}"
 
 
 def _words(each: MachineGroup) -> str:

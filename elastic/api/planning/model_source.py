@@ -223,7 +223,7 @@ def _of_data(
         return first
     about = (
         f"the offers are those of phase 1, its first {first.steps} steps; the table of phases has "
-        "the best one of each"
+        "the best one of each; deadline and budget are those of all phases"
     )
     phases, notes = (first, *later), (*first.notes, about)
     return replace(first, phases=phases, notes=notes, whole=spec.job())
