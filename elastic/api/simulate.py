@@ -208,7 +208,7 @@ def _spent(study: Study, found: Sequence[StartResult]) -> list[str]:
     """Runs that the job's budget ends: they are short and cheap for that reason alone."""
     budget_usd = study.subject.job.budget_usd
     trials = [result.trials[ELASTIC] for result in found if ELASTIC in result.trials]
-    n = sum(not t.done and t.usd >= 0.9 * budget_usd for t in trials) if budget_usd else 0
+    n = sum(not t.done and t.reason.startswith("the budget of $") for t in trials)
     if not n or budget_usd is None:
         return []
     return [

@@ -7,7 +7,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from rich.console import Console
@@ -269,10 +269,12 @@ def _check_shown(given: argparse.Namespace, question: str) -> None:
 
 
 def _subject(given: argparse.Namespace) -> Subject:
-    if given.cluster is not None:
-        load_cluster(given.cluster)  # what is wrong there is said before a model is built and tried
+    head_usd_per_h = 0.0
+    if given.cluster is not None:  # what is wrong there is said before a model is built and tried
+        head_usd_per_h = load_cluster(given.cluster).head_usd_per_h
     if given.model:
         found = model_source.of_model(given.model, given.batch or 0, given.precision or "bfloat16")
+        found = replace(found, job=replace(found.job, head_usd_per_h=head_usd_per_h))
     else:
         overrides = [f"global_batch={given.batch}"] if given.batch else []
         overrides += [f"precision={given.precision}"] if given.precision else []

@@ -208,3 +208,18 @@ def test_a_cluster_file_says_the_floor_as_in_a_run(
         for said in ("", "--set on_demand_floor=1", "--set on_demand_floor=auto")
     }
     assert of[""] == of["--set on_demand_floor=1"] != of["--set on_demand_floor=auto"]
+
+
+def test_the_head_is_on_every_bill(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = words(trace, "--compare", "on-demand,bound", "--deadline", "4h")
+    without = as_json(capsys, *few)["policies"]
+    priced = as_json(capsys, *few, "--set", "head_usd_per_h=0.5")["policies"]
+    more = {
+        name: priced[name]["cost_usd"]["median"] - without[name]["cost_usd"]["median"]
+        for name in priced
+    }
+    for name in ("elastic", "on-demand"):
+        assert more[name] == pytest.approx(0.5 * priced[name]["wall_h"]["median"], abs=1e-3)
+    assert 0 < more["bound"] <= more["elastic"]
+    data = as_json(capsys, *words(trace), "--set", "head_usd_per_h=50", "--set", "budget_usd=5")
+    assert any("1 of 1 starts end before the job is done" in note for note in data["notes"])

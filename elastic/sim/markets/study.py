@@ -62,6 +62,10 @@ class Study:
         efficient_s, ideal_s = self.subject.efficient_s, self.subject.ideal_s
         return self.n_nodes * (ideal_s if efficient_s is None else min(efficient_s, ideal_s))
 
+    def head_usd(self, seconds: float) -> float:
+        """Of the head, which every policy pays as long as it runs."""
+        return seconds / 3600 * self.subject.job.head_usd_per_h
+
     @property
     def deadline_s(self) -> float:
         hours = self.subject.job.deadline_h
@@ -75,13 +79,14 @@ class Study:
 
 @dataclass(frozen=True)
 class PolicyTrial:
-    """One policy from one start."""
+    """One policy from one start. `reason`: why a run of ours ended."""
 
     usd: float
     wall_s: float
     done: bool
     goodput: float
     transitions: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -240,16 +245,24 @@ def from_start(study: Study, seed: int) -> StartResult:
         if name == BOUND:
             most = replace(world, work_node_s=study.least_node_s)
             usd = least_usd(most) if world.n_nodes <= BOUND_NODES else float("nan")
+            usd += study.head_usd(study.subject.ideal_s)
             trials[name] = PolicyTrial(usd, world.deadline_s, usd < float("inf"), 1.0)
         elif name in BASELINES:
-            trials[name] = _baseline(priced, name)
+            played = _baseline(priced, name)
+            trials[name] = replace(played, usd=played.usd + study.head_usd(played.wall_s))
         else:
             changed = VARIANTS[name][0](study.subject) if name in VARIANTS else study.subject
             found = run_once(replace(study, subject=changed), start_at_s, seed=seed)
             trials[name] = PolicyTrial(
-                found.usd, found.wall_s, found.done, found.goodput, sum(found.causes.values())
+                found.usd,
+                found.wall_s,
+                found.done,
+                found.goodput,
+                sum(found.causes.values()),
+                found.reason,
             )
-    return StartResult(start_at_s, world.on_demand_usd, trials)
+    on_demand_usd = world.on_demand_usd + study.head_usd(world.least_s)
+    return StartResult(start_at_s, on_demand_usd, trials)
 
 
 def _baseline(world: TickWorld, name: str) -> PolicyTrial:

@@ -153,6 +153,17 @@ def test_a_jobs_own_budget_is_a_note(capsys: pytest.CaptureFixture[str], job: Pa
     assert not any("budget_usd" in n for n in as_json(capsys, *words)["notes"])
 
 
+def test_the_head_is_among_the_dollars(capsys: pytest.CaptureFixture[str], job: Path) -> None:
+    """Also where nodes cost nothing."""
+    words = (job, "--layout", "auto", "--gpus", "H100:16")
+    without = as_json(capsys, *words)["offers"][0]["usd_per_h"]
+    priced = as_json(capsys, *words, "--set", "head_usd_per_h=5")["offers"][0]
+    assert priced["usd_per_h"] == pytest.approx(without + 5)
+    assert priced["usd"] == pytest.approx(priced["usd_per_h"] * priced["hours"])
+    owned = (job, "--layout", "auto", "--set", "head_usd_per_h=5")
+    assert as_json(capsys, *owned)["offers"][0]["usd_per_h"] == 5
+
+
 @pytest.mark.slow
 def test_a_deadline_and_a_budget_are_those_of_all_phases(
     capsys: pytest.CaptureFixture[str], job: Path
