@@ -150,7 +150,7 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
         data = answers.what_if(query, choices)
         return PlanAnswer(data, plan_tables.what_if(data))
     if given.scaling:
-        one = _one(asked, given.cloud) if asked else _of_files(given, subject)[0]
+        one = _one(asked, given.cloud) if asked else _of_files(given, query)[0]
         data = answers.scaling(query, one, given.efficiency, n_most=asked[0].n_gpus if asked else 0)
         return PlanAnswer(data, plan_tables.scaling(data))
     if aim.deadline_h and not _has_nodes(given, asked):
@@ -158,7 +158,8 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
         kinds = [plan_nodes.of_asked(each, given.cloud) for each in asked or gpus_of(KINDS)]
         data = sizing.capacity(query, kinds)
         return PlanAnswer(data, plan_tables.capacity(data))
-    return _plan(given, query, _counted(asked, given.cloud) if asked else _of_files(given, subject))
+    machines = _counted(asked, given.cloud) if asked else _of_files(given, query)
+    return _plan(given, query, machines)
 
 
 def _scored(given: argparse.Namespace) -> PlanAnswer:
@@ -338,5 +339,6 @@ def _machines(asked: Sequence[GpuRequest], cloud: str) -> tuple[MachineGroup, ..
     return tuple(plan_nodes.of_asked(each, cloud) for each in asked)
 
 
-def _of_files(given: argparse.Namespace, subject: Subject) -> tuple[MachineGroup, ...]:
-    return model_source.machines_of(subject, given.cluster, plan_nodes.nodes_of(given.nodes))
+def _of_files(given: argparse.Namespace, query: answers.Query) -> tuple[MachineGroup, ...]:
+    counts, deadline_h = plan_nodes.nodes_of(given.nodes), query.aim.deadline_h
+    return model_source.machines_of(query.subject, given.cluster, counts, deadline_h=deadline_h)

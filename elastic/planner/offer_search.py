@@ -183,6 +183,7 @@ class _Priced:
             usd=hours * usd_per_h,
             why=explain.why(found.cost, best.cost),
             warnings=explain.warnings(layout, found.cost, use, n_gpus=n_gpus, batch=self.batch),
+            nodes=_by_pool(there),
         )
 
 
@@ -217,6 +218,13 @@ class _Cheapest:
 
 
 # ----------------------------------------------------------------------------------------- an offer
+
+
+def _by_pool(there: Sequence[NodeGroup]) -> Mapping[str, int]:
+    found = Counter[str]()
+    for group in there:
+        found[group.pool] += group.n_nodes
+    return dict(found)
 
 
 def _parts(found: Candidate, of: Mapping[str, NodeGroup]) -> tuple[OfferPart, ...]:

@@ -95,6 +95,7 @@ class Offer:
     moved_s: float = 0.0
     why: str = ""
     warnings: tuple[str, ...] = ()
+    nodes: Mapping[str, int] = field(default_factory=dict)  # pool -> those that are paid for
 
     @property
     def n_gpus(self) -> int:

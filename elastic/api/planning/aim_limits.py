@@ -1,7 +1,9 @@
-"""What a plan may not exceed: a deadline, a budget, and the workers that the job asks for."""
+"""What a plan may not exceed: a deadline, a budget, and the workers that the job asks for; and what
+a run does otherwise than it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +12,11 @@ from elastic.api.planning import conflicts, query, sizing
 from elastic.api.planning.phase_plans import of_phases
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.query import Query
+from elastic.api.planning.run_nodes import too_many, within_max_nodes
 from elastic.errors import InfeasiblePlan
 from elastic.observe.plans import plan_tables
-from elastic.text import count, hours, usd
+from elastic.planner.layout_choice import most_workers
+from elastic.text import count, hours, n_of, seconds, usd
 from elastic.types import is_auto
 from elastic.types.nouns import AUTO
 
@@ -22,6 +26,7 @@ MOST_TIMES = 8  # as many nodes, that are tried where these hold no layout
 def plan(asked: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
     """The offers within the limits, the best first. Raises SpecError, or InfeasiblePlan with what
     would do."""
+    given, machines = machines, within_max_nodes(asked.subject.job, machines)
     try:
         data = query.plan(asked, machines)
     except InfeasiblePlan as error:
@@ -30,7 +35,8 @@ def plan(asked: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
     late = _too_late(asked, machines, data)
     if late:
         raise InfeasiblePlan(late)
-    data["notes"] = [*_of_job(asked, machines, data), *data["notes"]]
+    of_job = [*_of_job(asked, given, data), *_entered(asked, machines, data)]
+    data["notes"] = [*of_job, *data["notes"]]
     return data if not asked.aim.budget_usd else _within_budget(asked, machines, data)
 
 
@@ -114,9 +120,57 @@ def _of_job(
         yield (f"the job's budget_usd of {usd(job.budget_usd)} ends the run at {share:.0%}")
     if job.max_workers and job.max_workers < n_gpus:
         yield f"max_workers={job.max_workers}: elastic run uses no more of these {n_gpus} GPUs"
-    nodes = sum(each.group.n_nodes for each in machines)
-    if job.max_nodes and job.max_nodes < nodes:
-        yield f"max_nodes={job.max_nodes}: elastic run pays for no more of these {nodes} nodes"
+    if bound := too_many(job, sum(each.group.n_nodes for each in machines)):
+        yield bound
+
+
+def _entered(
+    asked: Query, machines: Sequence[MachineGroup], data: Mapping[str, Any]
+) -> Iterator[str]:
+    """What a run does otherwise than the first offer: it takes the fastest layout on all nodes that
+    it has, and keeps those that have no part in it."""
+    if not asked.subject.literal:
+        return
+    offer = data["offers"][0]
+    has = [each.with_nodes(n) for each in machines if (n := each.group.n_nodes - each.standby)]
+    if data["purpose"] != "fastest" or any(each.standby for each in machines):
+        fastest = replace(asked.aim, purpose="fastest", deadline_h=0.0, n_best=1)
+        try:
+            found = replace(asked, aim=fastest).offers(has).best[0]
+        except InfeasiblePlan:
+            return
+        entered = query.offer_plain(found, 1, conflicts.n_gpus_of(has), warnings=())
+        if entered["layout"] != offer["layout"]:
+            yield (
+                f"elastic run takes the fastest layout on all nodes that it has, "
+                f"{' + '.join(map(_words, has))}: {entered['layout']}, {_costs(entered)}"
+            )
+        offer = entered
+    if most_workers(asked.subject.job) is None:
+        yield from _idle(has, offer)
+
+
+def _idle(machines: Sequence[MachineGroup], offer: Mapping[str, Any]) -> Iterator[str]:
+    """Nodes that a run keeps and that have no part in an offer."""
+    idle, price = Counter[str](), {each.group.pool: each.group.usd_per_node_h for each in machines}
+    for each in machines:
+        idle[each.group.pool] += each.group.n_nodes
+    idle.subtract(offer["nodes"])
+    usd_per_h = sum(n * price.get(pool, 0.0) for pool, n in idle.items())
+    if usd_per_h > 0:
+        whole = f", {usd(usd_per_h * offer['hours'])} in all" if offer["hours"] else ""
+        yield (
+            f"{n_of(idle.total(), 'more node')} without a part in {offer['layout']}, which elastic "
+            f"run keeps and pays for: {usd(usd_per_h)}/h{whole}; max_nodes: "
+            f"{sum(offer['nodes'].values())} leaves them out"
+        )
+
+
+def _costs(offer: Mapping[str, Any]) -> str:
+    whole = f", {hours(offer['hours'])}" if offer["hours"] else ""
+    return f"{seconds(offer['step_s'])} a step{whole}" + (
+        f" and {usd(offer['usd'])}" if offer["usd"] else ""
+    )
 
 
 def _bought(budget_usd: float, offer: Mapping[str, Any], data: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic.api.planning.made_up_data import made_up_data
 from elastic.api.planning.plan_nodes import MachineGroup, of_pool, with_counts
+from elastic.api.planning.run_nodes import run_nodes
 from elastic.api.running.entry import keys_beside, loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
 from elastic.api.running.local_pools import on_cluster
@@ -293,9 +294,14 @@ def _closed(
 
 
 def machines_of(
-    subject: Subject, cluster: str | None, counts: Mapping[str, int]
+    subject: Subject,
+    cluster: str | None,
+    counts: Mapping[str, int],
+    *,
+    deadline_h: float = 0.0,
 ) -> tuple[MachineGroup, ...]:
-    """Of the cluster file's pools, else the job's own. Raises SpecError."""
+    """Of the cluster file's pools, else the job's own: as many as a run of the job has, with this
+    deadline, or its own; of those in `counts` so many. Raises SpecError."""
     if cluster is not None:
         spec = load_cluster(cluster)
         pools, prices = spec.pools, dict(spec.prices_of)
@@ -305,14 +311,23 @@ def machines_of(
             dict.fromkeys((pool.name for pool in subject.pools), OF_JOB),
         )
     nodes = with_counts(pools, counts)
+    standby = dict.fromkeys(nodes, 0)
+    notes: list[str] = []
+    if subject.literal:
+        job = replace(subject.job, deadline_h=deadline_h or subject.job.deadline_h)
+        given = [replace(pool, max_nodes=n) for pool in pools if (n := nodes[pool.name])]
+        of_run = run_nodes(job, subject.model, given)
+        notes += of_run.notes
+        nodes |= {**of_run.nodes, **counts}
+        standby |= {name: n for name, n in of_run.standby.items() if name not in counts}
     found = [
-        of_pool(pool, nodes[pool.name], prices.get(pool.name, ""))
+        replace(
+            of_pool(pool, nodes[pool.name], prices.get(pool.name, "")), standby=standby[pool.name]
+        )
         for pool in pools
         if nodes[pool.name]
     ]
     refused = unlimited(subject.job, pools) if subject.literal else ""
-    if found and refused:
-        found[0] = replace(
-            found[0], notes=(*found[0].notes, f"elastic run refuses this: {refused}")
-        )
+    notes += [f"elastic run refuses this: {refused}"] if refused else []
+    found[0] = replace(found[0], notes=(*found[0].notes, *notes))
     return tuple(found)

@@ -29,13 +29,15 @@ USUAL_PER_NODE = 8  # at most, where nobody says how many GPUs a node has
 @dataclass(frozen=True)
 class MachineGroup:
     """A group of nodes, and where its numbers come from, in words. `instance_type`: '' = not of a
-    cloud; `notes`: what a reader should know of these numbers."""
+    cloud; `notes`: what a reader should know of these numbers; `standby`: of the nodes, those that
+    a run takes only while too few others are there (run_nodes.py)."""
 
     group: NodeGroup
     instance_type: str = ""
     price_from: str = ""
     hardware_from: str = "catalog"
     notes: tuple[str, ...] = ()
+    standby: int = 0
 
     @property
     def cloud(self) -> str:

@@ -191,7 +191,7 @@ def offer_plain(offer: Offer, n: int, n_gpus: int, *, warnings: Sequence[str]) -
             {"pool": part.pool, "n_gpus": part.n_gpus, "samples": part.samples,
             "layers": list(part.layers), "busy": part.busy}
             for part in offer.parts
-        ],
+        ], "nodes": dict(offer.nodes),
     }  # fmt: skip
 
 
