@@ -223,3 +223,22 @@ def test_the_head_is_on_every_bill(trace: str, capsys: pytest.CaptureFixture[str
     assert 0 < more["bound"] <= more["elastic"]
     data = as_json(capsys, *words(trace), "--set", "head_usd_per_h=50", "--set", "budget_usd=5")
     assert any("1 of 1 starts end before the job is done" in note for note in data["notes"])
+
+
+def test_nodes_on_demand_count_where_a_run_has_them_at_once(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other policies do the same work, on as many nodes as the spot pool has."""
+    pools = [
+        f"{{name: {name}, market_type: {name}, gpus_per_node: 2, usd_per_node_h: 1, max_nodes: 1}}"
+        for name in ("spot", "on-demand")
+    ]
+    few = words(trace, "--compare", "on-demand", "--set", f"pools=[{', '.join(pools)}]")
+    fastest = as_json(capsys, *few)
+    cheapest = as_json(capsys, *few, "--set", "purpose=cheapest")
+    assert (fastest["nodes"], cheapest["nodes"]) == (2, 1)
+    assert fastest["ideal_h"] < cheapest["ideal_h"]
+    of = [one["policies"]["on-demand"]["cost_usd"] for one in (fastest, cheapest)]
+    assert of[0] == of[1]
+    both = as_json(capsys, *few, "--set", "purpose=cheapest", "--set", "min_workers=4")
+    assert (both["nodes"], both["ideal_h"]) == (2, fastest["ideal_h"])

@@ -59,8 +59,14 @@ class Study:
     @property
     def least_node_s(self) -> float:
         """Of one node, for the whole job: by as many as each does most on."""
-        efficient_s, ideal_s = self.subject.efficient_s, self.subject.ideal_s
-        return self.n_nodes * (ideal_s if efficient_s is None else min(efficient_s, ideal_s))
+        efficient_s = self.subject.efficient_s
+        whole_s = self.group_s if efficient_s is None else min(efficient_s, self.group_s)
+        return self.n_nodes * whole_s
+
+    @property
+    def group_s(self) -> float:
+        """Of the whole job on as many nodes as the other policies take."""
+        return self.subject.ideal_s if self.subject.group_s is None else self.subject.group_s
 
     def head_usd(self, seconds: float) -> float:
         """Of the head, which every policy pays as long as it runs."""
@@ -173,7 +179,7 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         min(tick_s, study.deadline_s),
         (),
         study.n_nodes,
-        subject.ideal_s * study.n_nodes,
+        study.group_s * study.n_nodes,
         min(pool.usd_per_node_h for pool in spot),
         min((pool.usd_per_node_h for pool in fixed), default=spot[0].usd_per_node_h),
         start_s,
