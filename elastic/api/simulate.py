@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.api.planning.model_source import Subject, machines_of
-from elastic.api.planning.plan_nodes import MachineGroup, known_of
+from elastic.api.planning.plan_nodes import MachineGroup, known_of, own_of
 from elastic.api.planning.query import Query
 from elastic.api.planning.run_nodes import within_max_nodes
 from elastic.errors import InfeasiblePlan, SpecError
@@ -177,6 +177,7 @@ def _study(
         whole.seconds,
         delays,
         known_of(pools),
+        pool_hardware=own_of(pools),
         phase_samples=source.phase_samples,
         efficient_s=group.efficient_s,
         group_s=group.seconds,

@@ -57,6 +57,7 @@ class RunSubject:
     efficient_s: float | None = None
     group_s: float | None = None
     n_nodes: int = 0
+    pool_hardware: tuple[tuple[str, HardwareProfile], ...] = ()
 
     @property
     def given_up_s(self) -> float:
@@ -205,7 +206,7 @@ def run_on(
     journal = _Counted(keep, subject.ideal_s / MOMENTS)
     start = DriverStarted(
         subject.name, 1, plain, subject.pools, subject.model, subject.hardware,
-        **newest_gates(forms_ahead=False),
+        pool_hardware=subject.pool_hardware, **newest_gates(forms_ahead=False),
     )  # fmt: skip
     if hours is None:
         backend.give_up_at(until_s)
