@@ -61,7 +61,7 @@ def _what_fits(asked: Query, machines: Sequence[MachineGroup]) -> str:
 
 def _later_usd(data: Mapping[str, Any]) -> float:
     """Of the phases behind the first, whose offers these are."""
-    return sum(row["usd"] for row in data.get("phases", ())[1:])
+    return float(sum(row["usd"] for row in data.get("phases", ())[1:]))
 
 
 def _too_late(asked: Query, machines: Sequence[MachineGroup], data: Mapping[str, Any]) -> str:

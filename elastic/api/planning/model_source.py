@@ -294,11 +294,7 @@ def _closed(
 
 
 def machines_of(
-    subject: Subject,
-    cluster: str | None,
-    counts: Mapping[str, int],
-    *,
-    deadline_h: float = 0.0,
+    subject: Subject, cluster: str | None, counts: Mapping[str, int], *, deadline_h: float = 0.0
 ) -> tuple[MachineGroup, ...]:
     """Of the cluster file's pools, else the job's own: as many as a run of the job has, with this
     deadline, or its own; of those in `counts` so many. Raises SpecError."""

@@ -10,8 +10,8 @@ from elastic.api.planning.query import Query
 
 
 def of_phases(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
-    """{} where the job has none. A deadline is that of the sum. Raises InfeasiblePlan that names the
-    phase."""
+    """{} where the job has none. A deadline is that of the sum. Raises InfeasiblePlan that names
+    the phase."""
     rows, begin = list[dict[str, Any]](), 0
     for number, phase in enumerate(query.subject.phases, 1):
         offer = query.of_phase(number, machines)
@@ -28,4 +28,3 @@ def of_phases(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
         return {}
     summed = {key: sum(row[key] for row in rows) for key in ("steps", "tokens", "hours", "usd")}
     return {"phases": rows, "all_phases": {**summed, "deadline_h": query.aim.deadline_h}}
-

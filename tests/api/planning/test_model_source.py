@@ -57,6 +57,7 @@ def test_a_job_with_its_pools(tmp_path: Path) -> None:
         machines_of(found, None, {"aa": 2})
 
 
+@pytest.mark.slow
 def test_a_cluster_file_says_the_floor_and_the_price_of_the_head(tmp_path: Path) -> None:
     """As in a run there: where the job does not say them itself."""
     told = "on_demand_floor: 1\n    head_usd_per_h: 0.5"

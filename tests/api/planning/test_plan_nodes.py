@@ -172,7 +172,7 @@ def test_a_run_costs_layouts_by_the_network_of_the_pools_that_its_nodes_are_of()
     """Not by the slowest of their kind; as an older driver did, whose journal does not tell."""
     fast = Pool("fast", "H100", 8, "spot", instance_type="p5.48xlarge")
     slow = Pool("slow", "H100", 8, instance_type="a3-highgpu-8g")
-    subject = of_model("gpt2-124m", 512)
+    subject = of_model("8b", 32)
     job = replace(subject.job, steps=10)
 
     def step_s(*pools: Pool, told: bool = True, of: str = "fast") -> float:

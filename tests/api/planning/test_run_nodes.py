@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from elastic.api.planning import aim_limits
 from elastic.api.planning.model_source import Subject, machines_of, of_model
+from elastic.api.planning.query import Query
 from elastic.api.planning.run_nodes import run_nodes
 from elastic.config.hardware import PLACE
+from elastic.planner.offers import Aim, Purpose
 from elastic.types import Job, Pool
 
 SPOT = Pool("spot", "H100", 8, "spot", 20.0, 0, 4)
@@ -70,3 +73,26 @@ def test_what_is_named_is_taken_as_it_is_named() -> None:
     assert nodes(fixed=2) == {"spot": 4, "fixed": 2}
     published = replace(subject, literal=False)
     assert len(machines_of(published, None, {})) == 2, "no run of it is known"
+
+
+def notes(purpose: Purpose, batch: int) -> list[str]:
+    job = replace(SUBJECT.job, steps=1000, purpose=purpose, global_batch=batch)
+    subject = replace(SUBJECT, job=job, pools=(SPOT, FIXED), literal=True, steps=1000)
+    asked = Query(subject, Aim(purpose, subject.tokens))
+    told: list[str] = aim_limits.plan(asked, machines_of(subject, None, {}))["notes"]
+    return [note for note in told if "max_nodes: " in note or "takes the fastest" in note]
+
+
+def test_what_a_run_enters_and_keeps_is_told_where_the_first_offer_is_another() -> None:
+    (note,) = notes("cheapest", 512)
+    assert note.startswith(
+        "elastic run takes the fastest layout on all nodes that it has, 32 x H100-80GB-SXM: "
+        "dp_shard=32, "
+    )
+    assert notes("fastest", 512) == []
+    (note,) = notes("fastest", 4)
+    assert note.startswith("6 more nodes without a part in dp_shard=4,") and note.endswith(
+        " in all; max_nodes: 1 leaves them out"
+    )
+    assert ", which elastic run keeps and pays for: $225/h, $" in note
+    assert notes("cheapest", 4)[-1].startswith("3 more nodes without a part in ")
