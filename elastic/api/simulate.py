@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic.api.planning.model_source import Subject, machines_of
-from elastic.api.planning.plan_nodes import MachineGroup, known_of
+from elastic.api.planning.plan_nodes import MachineGroup, known_of, own_of
 from elastic.api.planning.query import Query
-from elastic.config.clusters import load_cluster
+from elastic.api.planning.run_nodes import within_max_nodes
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.ledger.run_folder import JOURNAL
 from elastic.observe.find_runs import lines_of, open_run
@@ -69,8 +69,9 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is asked for. `trace`: a file or a folder (a pool per file); '' = made up. `fit`: a
-    trace, of which others like it are made. `calibrate`: a run whose measured times are taken."""
+    """What is asked for. `cluster`: the file whose pools the subject has. `trace`: a file or a
+    folder (a pool per file); '' = made up. `fit`: a trace, of which others like it are made.
+    `calibrate`: a run whose measured times are taken."""
 
     subject: Subject
     cluster: str | None = None
@@ -100,7 +101,7 @@ class Simulated:
         return {
             "job": subject.name, "steps": self.steps,
             "ideal_h": round(subject.ideal_s / 3600, 3), "deadline_h": subject.job.deadline_h,
-            "starts": study.n_starts, "nodes": study.n_nodes,
+            "starts": study.n_starts, "nodes": subject.n_nodes,
             "traces": {
                 pool: {"name": trace.name, "share": round(trace.share, 4),
                        "days": round(trace.ends_s / 86400, 2)}
@@ -145,7 +146,7 @@ def _study(
     asked: Simulation, names: tuple[str, ...], notes: list[str], *, like: FittedMarket | None
 ) -> Study:
     source = asked.subject
-    pools = load_cluster(asked.cluster).pools if asked.cluster else source.pools
+    pools = source.pools
     spot = [pool for pool in pools if pool.market_type == "spot"]
     if not spot:
         raise SpecError(
@@ -154,12 +155,9 @@ def _study(
     if not source.steps:
         raise SpecError(f"{source.name}: it has no steps; give --set steps=N")
     measured = _measured(asked, notes)
-    machines = machines_of(source, asked.cluster, {})
-    at_once = [each for each in machines if each.group.market_type != "on-demand"]
-    step_s, efficient_s, ratio = _step_s(source, at_once, measured)
-    later = [(each.steps, *_step_s(each, at_once, measured)[:2]) for each in source.each_phase[1:]]
-    whole_s = step_s * source.steps + sum(steps * each_s for steps, each_s, _ in later)
-    efficient_s += sum(of_phase_s for _, _, of_phase_s in later)
+    at_once = _at_once(asked)
+    whole = _all_steps(source, at_once, measured)
+    group = _group(asked, whole, at_once, measured=measured)
     delays = measured.delays if measured is not None else USUAL_DELAYS
     job = replace(source.whole or source.job, eval_every=0, drill=(), check_numbers_every=0)
     if asked.deadline_h:
@@ -167,27 +165,30 @@ def _study(
     subject = RunSubject(
         source.name,
         job,
-        tuple(pools),
+        pools,
         source.model,
         StepTimes(
-            step_s,
-            sum(each.group.n_gpus for each in at_once),
+            whole.step_s,
+            whole.n_gpus,
             measured.step_s if measured is not None else {},
-            ratio,
-            tuple(of_step_s for _, of_step_s, _ in later),
+            whole.ratio,
+            whole.later_s,
         ),
-        whole_s,
+        whole.seconds,
         delays,
         known_of(pools),
+        pool_hardware=own_of(pools),
         phase_samples=source.phase_samples,
-        efficient_s=efficient_s,
+        efficient_s=group.efficient_s,
+        group_s=group.seconds,
+        n_nodes=sum(each.group.n_nodes for each in at_once),
     )
     traces = _traces(asked, spot, notes, like=like, length_s=subject.given_up_s)
     for trace in traces.values():
-        if trace.tick_s > whole_s:
+        if trace.tick_s > whole.seconds:
             raise SpecError(
                 f"trace {trace.name}: its tick of {trace.tick_s:g} s is longer than the run, "
-                f"which takes {whole_s:.3g} s on all nodes; give a finer trace, or more steps"
+                f"which takes {whole.seconds:.3g} s on all nodes; give a finer trace, or more steps"
             )
     return Study(subject, traces, names, asked.n_starts, asked.unannounced, asked.own_policy)
 
@@ -208,7 +209,7 @@ def _spent(study: Study, found: Sequence[StartResult]) -> list[str]:
     """Runs that the job's budget ends: they are short and cheap for that reason alone."""
     budget_usd = study.subject.job.budget_usd
     trials = [result.trials[ELASTIC] for result in found if ELASTIC in result.trials]
-    n = sum(not t.done and t.usd >= 0.9 * budget_usd for t in trials) if budget_usd else 0
+    n = sum(not t.done and t.reason.startswith("the budget of $") for t in trials)
     if not n or budget_usd is None:
         return []
     return [
@@ -242,6 +243,72 @@ def measured_by(run: str, defaults: Delays) -> tuple[Calibration, str]:
 
 def _lines(run: str) -> Sequence[Any]:
     return list(lines_of(open_run(run)))
+
+
+@dataclass(frozen=True)
+class _AllSteps:
+    """Of the job on `n_gpus`. `step_s`: of its first phase, `later_s` of the others; `seconds`: of
+    all steps; `efficient_s`: of all, were they as efficient as on so many nodes as each does most
+    on; `ratio`: measured by predicted seconds."""
+
+    n_gpus: int
+    step_s: float
+    later_s: tuple[float, ...]
+    seconds: float
+    efficient_s: float
+    ratio: float
+
+
+def _at_once(asked: Simulation) -> list[MachineGroup]:
+    """What a run may have; nodes on demand that stand by only where it cannot run without."""
+    source = asked.subject
+    machines = machines_of(source, asked.cluster, {}, deadline_h=asked.deadline_h)
+    kept = [each.with_nodes(n) for each in machines if (n := each.group.n_nodes - each.standby)]
+    few = sum(each.group.n_gpus for each in kept) < source.job.min_workers
+    return list(machines) if few else kept
+
+
+def _all_steps(
+    source: Subject, machines: Sequence[MachineGroup], measured: Calibration | None
+) -> _AllSteps:
+    """Raises InfeasiblePlan."""
+    (step_s, efficient_s, ratio), *later = (
+        _step_s(each, machines, measured) for each in source.each_phase
+    )
+    steps = [each.steps for each in source.each_phase[1:]]
+    return _AllSteps(
+        sum(each.group.n_gpus for each in machines),
+        step_s,
+        tuple(of_step_s for of_step_s, _, _ in later),
+        step_s * source.steps + sum(n * one[0] for n, one in zip(steps, later, strict=True)),
+        efficient_s + sum(of_phase_s for _, of_phase_s, _ in later),
+        ratio,
+    )
+
+
+def _group(
+    asked: Simulation,
+    whole: _AllSteps,
+    at_once: Sequence[MachineGroup],
+    *,
+    measured: Calibration | None,
+) -> _AllSteps:
+    """On the spot pools alone, as the other policies take them; in proportion to their GPUs where
+    the job cannot run on them."""
+    source = asked.subject
+    counts = {p.name: p.max_nodes if p.market_type == "spot" else 0 for p in source.pools}
+    spot = within_max_nodes(source.job, machines_of(source, asked.cluster, counts))
+    if _counted(spot) == _counted(at_once):
+        return whole
+    try:
+        return _all_steps(source, spot, measured)
+    except InfeasiblePlan:
+        times = whole.n_gpus / sum(each.group.n_gpus for each in spot)
+        return replace(whole, seconds=times * whole.seconds, efficient_s=times * whole.efficient_s)
+
+
+def _counted(machines: Sequence[MachineGroup]) -> dict[str, int]:
+    return {each.group.pool: each.group.n_nodes for each in machines}
 
 
 def _step_s(

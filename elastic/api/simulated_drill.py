@@ -9,7 +9,6 @@ from typing import Any
 
 from elastic.api.planning.model_source import Subject
 from elastic.api.simulate import StepTimes, measured_by
-from elastic.config.clusters import load_cluster
 from elastic.config.job import load_drill
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
@@ -39,9 +38,7 @@ class SimulatedDrill:
         return [f"{view.phase}: {view.reason}", "", *report.ledger(self.lines)[1], "", *self.notes]
 
 
-def simulate_drill(
-    subject: Subject, *, cluster: str | None, drill: str, calibrate: str
-) -> SimulatedDrill:
+def simulate_drill(subject: Subject, *, drill: str, calibrate: str) -> SimulatedDrill:
     """Raises SpecError."""
     if not calibrate:
         raise SpecError(
@@ -55,7 +52,7 @@ def simulate_drill(
             f"{subject.name}: its phases have no measured times each; simulate its drill without "
             "them: --set phases=[]"
         )
-    pools = load_cluster(cluster).pools if cluster else subject.pools
+    pools = subject.pools
     entries = [entry.plain() for entry in load_drill(drill, pools[0].name if pools else "")]
     checked(entries, drill)
     measured, note = measured_by(calibrate, Delays())
@@ -67,7 +64,7 @@ def simulate_drill(
         run=subject.name,
         epoch=1,
         job=subject.job.plain() | {"drill": []},
-        pools=tuple(pools),
+        pools=pools,
         model=known if known.specs == subject.model.specs else subject.model,
         durable=(),
         attached=False,

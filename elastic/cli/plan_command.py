@@ -7,7 +7,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from rich.console import Console
@@ -16,7 +16,6 @@ from rich.text import Text
 from elastic.api.planning import aim_limits, model_source, plan_nodes, scoring, sizing
 from elastic.api.planning import query as answers
 from elastic.api.planning.model_source import Subject
-from elastic.api.planning.phase_plans import of_phases
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.quantities import GpuRequest, gpus_of, hours_of, tokens_of, usd_of
 from elastic.api.simulate import Simulation, simulate
@@ -151,7 +150,7 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
         data = answers.what_if(query, choices)
         return PlanAnswer(data, plan_tables.what_if(data))
     if given.scaling:
-        one = _one(asked, given.cloud) if asked else _of_files(given, subject)[0]
+        one = _one(asked, given.cloud) if asked else _of_files(given, query)[0]
         data = answers.scaling(query, one, given.efficiency, n_most=asked[0].n_gpus if asked else 0)
         return PlanAnswer(data, plan_tables.scaling(data))
     if aim.deadline_h and not _has_nodes(given, asked):
@@ -159,7 +158,8 @@ def answer(given: argparse.Namespace) -> PlanAnswer:
         kinds = [plan_nodes.of_asked(each, given.cloud) for each in asked or gpus_of(KINDS)]
         data = sizing.capacity(query, kinds)
         return PlanAnswer(data, plan_tables.capacity(data))
-    return _plan(given, query, _counted(asked, given.cloud) if asked else _of_files(given, subject))
+    machines = _counted(asked, given.cloud) if asked else _of_files(given, query)
+    return _plan(given, query, machines)
 
 
 def _scored(given: argparse.Namespace) -> PlanAnswer:
@@ -177,7 +177,7 @@ def _named(given: argparse.Namespace) -> str:
 def _plan(
     given: argparse.Namespace, query: answers.Query, found: tuple[MachineGroup, ...]
 ) -> PlanAnswer:
-    data = aim_limits.plan(query, found) | of_phases(query, found)
+    data = aim_limits.plan(query, found)
     if given.explain and given.explain > len(data["offers"]):
         raise SpecError(
             f"--explain {given.explain}: there are {len(data['offers'])} offers; --top N shows more"
@@ -270,10 +270,12 @@ def _check_shown(given: argparse.Namespace, question: str) -> None:
 
 
 def _subject(given: argparse.Namespace) -> Subject:
-    if given.cluster is not None:
-        load_cluster(given.cluster)  # what is wrong there is said before a model is built and tried
+    head_usd_per_h = 0.0
+    if given.cluster is not None:  # what is wrong there is said before a model is built and tried
+        head_usd_per_h = load_cluster(given.cluster).head_usd_per_h
     if given.model:
         found = model_source.of_model(given.model, given.batch or 0, given.precision or "bfloat16")
+        found = replace(found, job=replace(found.job, head_usd_per_h=head_usd_per_h))
     else:
         overrides = [f"global_batch={given.batch}"] if given.batch else []
         overrides += [f"precision={given.precision}"] if given.precision else []
@@ -285,6 +287,7 @@ def _subject(given: argparse.Namespace) -> Subject:
             overrides=overrides,
             check=given.check,
             drilled=drilled,
+            cluster=given.cluster,
         )
     return found.with_layout(given.layout)
 
@@ -336,5 +339,6 @@ def _machines(asked: Sequence[GpuRequest], cloud: str) -> tuple[MachineGroup, ..
     return tuple(plan_nodes.of_asked(each, cloud) for each in asked)
 
 
-def _of_files(given: argparse.Namespace, subject: Subject) -> tuple[MachineGroup, ...]:
-    return model_source.machines_of(subject, given.cluster, plan_nodes.nodes_of(given.nodes))
+def _of_files(given: argparse.Namespace, query: answers.Query) -> tuple[MachineGroup, ...]:
+    counts, deadline_h = plan_nodes.nodes_of(given.nodes), query.aim.deadline_h
+    return model_source.machines_of(query.subject, given.cluster, counts, deadline_h=deadline_h)

@@ -104,7 +104,7 @@ def _drilled(given: argparse.Namespace) -> int:
         if getattr(given, name):
             raise SpecError(f"--{name} is of markets, --drill of none; leave one of them out")
     found = simulated_drill.simulate_drill(
-        _subject(given), cluster=given.cluster, drill=given.drill, calibrate=given.calibrate
+        _subject(given), drill=given.drill, calibrate=given.calibrate
     )
     show(given, found.plain(), found.text())
     return 0
@@ -117,7 +117,7 @@ def _subject(given: argparse.Namespace) -> model_source.Subject:
             "cluster_configs/aws_p5_p4d_spot.yaml"
         )
     return model_source.of_job_or_script(
-        given.job, given.script, given.args, overrides=given.overrides
+        given.job, given.script, given.args, overrides=given.overrides, cluster=given.cluster
     )
 
 

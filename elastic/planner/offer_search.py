@@ -129,7 +129,8 @@ class _Priced:
         there = self.there(found.there)
         nodes = sum(group.usd_per_h for group in there)
         moved = dollars.moved_usd_per_h(there, self.work, step_s=step_s)
-        return nodes + moved + (dollars.stored_usd_per_h(self.work) if nodes else 0.0)
+        stored = dollars.stored_usd_per_h(self.work) if nodes else 0.0
+        return nodes + moved + stored + self.job.head_usd_per_h
 
     # ------------------------------------------------------------------------------------- offers
 
@@ -182,6 +183,7 @@ class _Priced:
             usd=hours * usd_per_h,
             why=explain.why(found.cost, best.cost),
             warnings=explain.warnings(layout, found.cost, use, n_gpus=n_gpus, batch=self.batch),
+            nodes=_by_pool(there),
         )
 
 
@@ -201,7 +203,7 @@ class _Cheapest:
         if worst == INF:
             return INF
         groups = self.priced.there(there)
-        paid = sum(group.usd_per_h for group in groups)
+        paid = sum(group.usd_per_h for group in groups) + self.priced.job.head_usd_per_h
         if not paid and len({group.zone for group in groups}) > 1:
             return INF
         limit = worst / (paid or 1.0)
@@ -216,6 +218,13 @@ class _Cheapest:
 
 
 # ----------------------------------------------------------------------------------------- an offer
+
+
+def _by_pool(there: Sequence[NodeGroup]) -> Mapping[str, int]:
+    found = Counter[str]()
+    for group in there:
+        found[group.pool] += group.n_nodes
+    return dict(found)
 
 
 def _parts(found: Candidate, of: Mapping[str, NodeGroup]) -> tuple[OfferPart, ...]:

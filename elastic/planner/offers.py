@@ -67,7 +67,7 @@ class Offer:
     """A layout on these nodes. `seconds`: of a step by what they are for, in sum `step_s`;
     `memory`: bytes of the GPU that needs most by what they are for; `room_bytes`: what there is on
     it. `efficiency`: throughput over that of as many lone GPUs. `goodput`: share of the paid time
-    that is training where nodes are taken. `usd_per_mtoken` counts that, network and storage.
+    that is training where nodes are taken. `usd_per_mtoken` counts that, network, storage and head.
     """
 
     layout: Layout
@@ -95,6 +95,7 @@ class Offer:
     moved_s: float = 0.0
     why: str = ""
     warnings: tuple[str, ...] = ()
+    nodes: Mapping[str, int] = field(default_factory=dict)  # pool -> those that are paid for
 
     @property
     def n_gpus(self) -> int:

@@ -55,7 +55,8 @@ class _Question:
         s = self.state
         measured = (s.speeds, s.plan, s.timed_at_s, s.uneven_failed)
         asked = (s.generation, s.plans.get(s.generation), s.model, s.job, s.infeasible, s.unusable)
-        return (self.nodes, s.nodes, s.pools, s.hardware, asked, measured)
+        known = (s.hardware, s.pool_hardware)
+        return (self.nodes, s.nodes, s.pools, known, asked, measured)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Question) and self._parts() == other._parts()
@@ -95,8 +96,9 @@ def _unnamed(kinds: Kinds) -> list[Node]:
 
 
 @follows_from(
-    "job", "pools", "model", "hardware", "infeasible", "unusable", "speeds", kept=KEPT_CHOICES
-)
+    "job", "pools", "model", "hardware", "pool_hardware", "infeasible", "unusable", "speeds",
+    kept=KEPT_CHOICES,
+)  # fmt: skip
 def _alike(state: State, kinds: Kinds) -> Choice | InfeasiblePlan:
     """Of nodes that are told apart by their place, while nobody knows more of them than of which
     pool they are and how many GPUs they have."""
@@ -209,13 +211,13 @@ def zone_of(pool: Pool | None) -> str:
 
 
 def _hardware(state: State, nodes: Sequence[Node]) -> dict[str, HardwareProfile]:
-    """Of these nodes, as far as the kind of their pool is known."""
+    """Of these nodes, as far as their pool or its kind is known."""
     kinds = {profile.accelerator_type: profile for profile in state.hardware}
     of_pool = {
         pool.name: kinds[pool.accelerator_type]
         for pool in state.pools
         if pool.accelerator_type in kinds
-    }
+    } | dict(state.pool_hardware)
     return {node.node_id: of_pool[node.pool] for node in nodes if node.pool in of_pool}
 
 

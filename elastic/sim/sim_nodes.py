@@ -107,11 +107,12 @@ class SimMachines(Clock):
         return sum((min(end_s, m.gone_s or end_s) - m.born_s) * m.node.gpus for m in self._all())
 
     def usd(self) -> float:
-        """The bill in dollars, at the prices of each moment."""
+        """The bill in dollars, at the prices of each moment; with the head."""
         end_s = self._now_s if self._stopped_s is None else self._stopped_s
-        return sum(
+        nodes = (
             self._cost(m.node.pool, m.born_s, min(end_s, m.gone_s or end_s)) for m in self._all()
         )
+        return sum(nodes) + end_s / 3600 * self.job.head_usd_per_h
 
     def _all(self) -> list[SimMachine]:
         return [*self._before, *self._machines.values()]

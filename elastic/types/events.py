@@ -20,6 +20,7 @@ class Event:
 class DriverStarted(Gates, Event):
     """All that policy and replay need: job and pools as plain data, model and hardware profiles.
 
+    `hardware`: one of each kind; `pool_hardware`: of pools, by name, whose nodes are not as that.
     `attached`: a driver was here before; its journal has been folded and its workers may still run.
     `durable`: copies found in the run's storage at start. `cut`: lines of earlier drivers are
     missing before this one, in one sentence; '' = none. `paid_until_s`: until when nodes of the
@@ -37,6 +38,7 @@ class DriverStarted(Gates, Event):
     durable: tuple[Copy, ...] = ()
     cut: str = ""
     paid_until_s: float | None = None
+    pool_hardware: tuple[tuple[str, HardwareProfile], ...] = ()
 
 
 @dataclass(frozen=True)

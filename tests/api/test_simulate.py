@@ -196,3 +196,49 @@ def test_hours_are_those_on_all_nodes_also_where_they_do_no_more_than_one(
     assert hours == pytest.approx(alone_h, rel=0.05)
     assert both_h == pytest.approx(wall_h, rel=0.05) and both_usd == pytest.approx(2 * usd, rel=0.1)
     assert both_least <= least
+
+
+def test_a_cluster_file_says_the_floor_as_in_a_run(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    laptop = str(ROOT / "cluster_configs" / "laptop.yaml")
+    few = words(trace, "--cluster", laptop, "--compare", "on-demand")
+    of = {
+        said: as_json(capsys, *few, *said.split())["policies"]["elastic"]
+        for said in ("", "--set on_demand_floor=1", "--set on_demand_floor=auto")
+    }
+    assert of[""] == of["--set on_demand_floor=1"] != of["--set on_demand_floor=auto"]
+
+
+def test_the_head_is_on_every_bill(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = words(trace, "--compare", "on-demand,bound", "--deadline", "4h")
+    without = as_json(capsys, *few)["policies"]
+    priced = as_json(capsys, *few, "--set", "head_usd_per_h=0.5")["policies"]
+    more = {
+        name: priced[name]["cost_usd"]["median"] - without[name]["cost_usd"]["median"]
+        for name in priced
+    }
+    for name in ("elastic", "on-demand"):
+        assert more[name] == pytest.approx(0.5 * priced[name]["wall_h"]["median"], abs=1e-3)
+    assert 0 < more["bound"] <= more["elastic"]
+    data = as_json(capsys, *words(trace), "--set", "head_usd_per_h=50", "--set", "budget_usd=5")
+    assert any("1 of 1 starts end before the job is done" in note for note in data["notes"])
+
+
+def test_nodes_on_demand_count_where_a_run_has_them_at_once(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other policies do the same work, on as many nodes as the spot pool has."""
+    pools = [
+        f"{{name: {name}, market_type: {name}, gpus_per_node: 2, usd_per_node_h: 1, max_nodes: 1}}"
+        for name in ("spot", "on-demand")
+    ]
+    few = words(trace, "--compare", "on-demand", "--set", f"pools=[{', '.join(pools)}]")
+    fastest = as_json(capsys, *few)
+    cheapest = as_json(capsys, *few, "--set", "purpose=cheapest")
+    assert (fastest["nodes"], cheapest["nodes"]) == (2, 1)
+    assert fastest["ideal_h"] < cheapest["ideal_h"]
+    of = [one["policies"]["on-demand"]["cost_usd"] for one in (fastest, cheapest)]
+    assert of[0] == of[1]
+    both = as_json(capsys, *few, "--set", "purpose=cheapest", "--set", "min_workers=4")
+    assert (both["nodes"], both["ideal_h"]) == (2, fastest["ideal_h"])

@@ -11,8 +11,10 @@ from typing import Any
 
 from elastic.api.planning.made_up_data import made_up_data
 from elastic.api.planning.plan_nodes import MachineGroup, of_pool, with_counts
+from elastic.api.planning.run_nodes import run_nodes
 from elastic.api.running.entry import keys_beside, loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
+from elastic.api.running.local_pools import on_cluster
 from elastic.api.running.start_checks import check_drill
 from elastic.config.clusters import load_cluster
 from elastic.config.job import JobSpec, job_data
@@ -135,11 +137,17 @@ def _batch_notes(
 
 
 def of_job(
-    folder: str, overrides: Sequence[str] = (), check: bool = False, *, drilled: bool = False
+    folder: str,
+    overrides: Sequence[str] = (),
+    check: bool = False,
+    *,
+    drilled: bool = False,
+    cluster: str | None = None,
 ) -> Subject:
     """Traces the program on the meta device; nothing is allocated. `check`: compares what its
     layouts compute, as a run does before it starts; `drilled`: refuses what such a run refuses of
-    its drill. Raises SpecError, ProgramError."""
+    its drill; `cluster`: a file whose pools, floor and price of the head it has, as a run there.
+    Raises SpecError, ProgramError."""
     data, where = job_data(folder, overrides)
     if (
         "script" not in data
@@ -149,7 +157,7 @@ def of_job(
             f"{folder}: it has no program.py, which says what is trained; or plan a model by its "
             "sizes: --model 8b"
         )
-    return _of_data(folder, data, where, check=check, drilled=drilled)
+    return _of_data(folder, data, where, check=check, drilled=drilled, cluster=cluster)
 
 
 def of_script(
@@ -160,12 +168,14 @@ def of_script(
     overrides: Sequence[str] = (),
     check: bool = False,
     drilled: bool = False,
+    cluster: str | None = None,
 ) -> Subject:
     """The same of a script by itself, which is run up to its loop; `job`: as in `run_script`."""
     file = script_file(script)
     data, where = keys_beside(file, job, overrides)
     data |= {"script": str(file.resolve()), "args": list(args)}
-    return _of_data(job or str(file.parent), data, where, check=check, drilled=drilled)
+    folder = job or str(file.parent)
+    return _of_data(folder, data, where, check=check, drilled=drilled, cluster=cluster)
 
 
 def of_job_or_script(
@@ -176,18 +186,29 @@ def of_job_or_script(
     overrides: Sequence[str] = (),
     check: bool = False,
     drilled: bool = False,
+    cluster: str | None = None,
 ) -> Subject:
     """Whichever a command line names; a script wins, `job` is then as in `of_script`."""
     if script:
-        return of_script(script, args, job, overrides=overrides, check=check, drilled=drilled)
+        return of_script(
+            script, args, job, overrides=overrides, check=check, drilled=drilled, cluster=cluster
+        )
     assert job
-    return of_job(job, overrides, check, drilled=drilled)
+    return of_job(job, overrides, check, drilled=drilled, cluster=cluster)
 
 
 def _of_data(
-    folder: str, data: Mapping[str, Any], where: str, *, check: bool, drilled: bool
+    folder: str,
+    data: Mapping[str, Any],
+    where: str,
+    *,
+    check: bool,
+    drilled: bool,
+    cluster: str | None,
 ) -> Subject:
     spec, program = loaded_from(folder, data, where)
+    if cluster is not None:
+        spec = on_cluster(spec, load_cluster(cluster))
     if drilled:
         check_drill(spec.drill, [pool.pool() for pool in spec.pools], embedded=True)
     notes: tuple[str, ...] = () if "pools" in data else (OWN_POOLS,)
@@ -203,7 +224,7 @@ def _of_data(
         return first
     about = (
         f"the offers are those of phase 1, its first {first.steps} steps; the table of phases has "
-        "the best one of each"
+        "the best one of each; deadline and budget are those of all phases"
     )
     phases, notes = (first, *later), (*first.notes, about)
     return replace(first, phases=phases, notes=notes, whole=spec.job())
@@ -273,9 +294,10 @@ def _closed(
 
 
 def machines_of(
-    subject: Subject, cluster: str | None, counts: Mapping[str, int]
+    subject: Subject, cluster: str | None, counts: Mapping[str, int], *, deadline_h: float = 0.0
 ) -> tuple[MachineGroup, ...]:
-    """Of the cluster file's pools, else the job's own. Raises SpecError."""
+    """Of the cluster file's pools, else the job's own: as many as a run of the job has, with this
+    deadline, or its own; of those in `counts` so many. Raises SpecError."""
     if cluster is not None:
         spec = load_cluster(cluster)
         pools, prices = spec.pools, dict(spec.prices_of)
@@ -285,14 +307,23 @@ def machines_of(
             dict.fromkeys((pool.name for pool in subject.pools), OF_JOB),
         )
     nodes = with_counts(pools, counts)
+    standby = dict.fromkeys(nodes, 0)
+    notes: list[str] = []
+    if subject.literal:
+        job = replace(subject.job, deadline_h=deadline_h or subject.job.deadline_h)
+        given = [replace(pool, max_nodes=n) for pool in pools if (n := nodes[pool.name])]
+        of_run = run_nodes(job, subject.model, given)
+        notes += of_run.notes
+        nodes |= {**of_run.nodes, **counts}
+        standby |= {name: n for name, n in of_run.standby.items() if name not in counts}
     found = [
-        of_pool(pool, nodes[pool.name], prices.get(pool.name, ""))
+        replace(
+            of_pool(pool, nodes[pool.name], prices.get(pool.name, "")), standby=standby[pool.name]
+        )
         for pool in pools
         if nodes[pool.name]
     ]
     refused = unlimited(subject.job, pools) if subject.literal else ""
-    if found and refused:
-        found[0] = replace(
-            found[0], notes=(*found[0].notes, f"elastic run refuses this: {refused}")
-        )
+    notes += [f"elastic run refuses this: {refused}"] if refused else []
+    found[0] = replace(found[0], notes=(*found[0].notes, *notes))
     return tuple(found)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from elastic.api.planning.model_source import Subject
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.query import Query
-from elastic.errors import InfeasiblePlan
-from elastic.planner.offers import Offer
 
 
 def of_phases(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
-    """{} where the job has none. Each phase is planned for itself, as `elastic run` does where it
-    begins; a deadline is that of the sum. Raises InfeasiblePlan that names the phase."""
+    """{} where the job has none. A deadline is that of the sum. Raises InfeasiblePlan that names
+    the phase."""
     rows, begin = list[dict[str, Any]](), 0
     for number, phase in enumerate(query.subject.phases, 1):
-        offer = _best(query, phase, machines, number=number)
+        offer = query.of_phase(number, machines)
         rows.append(
             {
                 "phase": number, "from_step": begin, "steps": phase.steps,
@@ -32,12 +28,3 @@ def of_phases(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
         return {}
     summed = {key: sum(row[key] for row in rows) for key in ("steps", "tokens", "hours", "usd")}
     return {"phases": rows, "all_phases": {**summed, "deadline_h": query.aim.deadline_h}}
-
-
-def _best(query: Query, phase: Subject, machines: Sequence[MachineGroup], *, number: int) -> Offer:
-    own = "fastest" if query.aim.purpose == "deadline" else query.aim.purpose
-    aim = replace(query.aim, tokens=phase.tokens, deadline_h=0.0, purpose=own, budget_usd=0.0)
-    try:
-        return replace(query, subject=phase, aim=aim).offers(machines).best[0]
-    except InfeasiblePlan as error:
-        raise InfeasiblePlan(f"phase {number}: {error}") from error

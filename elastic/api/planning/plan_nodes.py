@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,13 +29,15 @@ USUAL_PER_NODE = 8  # at most, where nobody says how many GPUs a node has
 @dataclass(frozen=True)
 class MachineGroup:
     """A group of nodes, and where its numbers come from, in words. `instance_type`: '' = not of a
-    cloud; `notes`: what a reader should know of these numbers."""
+    cloud; `notes`: what a reader should know of these numbers; `standby`: of the nodes, those that
+    a run takes only while too few others are there (run_nodes.py)."""
 
     group: NodeGroup
     instance_type: str = ""
     price_from: str = ""
     hardware_from: str = "catalog"
     notes: tuple[str, ...] = ()
+    standby: int = 0
 
     @property
     def cloud(self) -> str:
@@ -285,6 +287,23 @@ def known_of(pools: Iterable[Pool]) -> tuple[HardwareProfile, ...]:
     of the others, whose layouts are then compared on default hardware. Raises SpecError for a bad
     file of what was measured."""
     found: dict[str, HardwareProfile] = {}
+    for _, gpu in _each_known(pools):
+        first = found.setdefault(gpu.accelerator_type, gpu)
+        found[gpu.accelerator_type] = replace(
+            first,
+            link_bytes_per_s=min(first.link_bytes_per_s, gpu.link_bytes_per_s),
+            memory_bytes=min(first.memory_bytes, gpu.memory_bytes),
+        )
+    return tuple(found.values())
+
+
+def own_of(pools: Sequence[Pool]) -> tuple[tuple[str, HardwareProfile], ...]:
+    """For a run too: pools, by name, whose nodes are not as `known_of` has their kind."""
+    merged = known_of(pools)
+    return tuple((name, gpu) for name, gpu in _each_known(pools) if gpu not in merged)
+
+
+def _each_known(pools: Iterable[Pool]) -> Iterator[tuple[str, HardwareProfile]]:
     for pool in pools:
         kind = pool.accelerator_type
         if not known_hardware([kind]) and kind == "CPU":
@@ -294,11 +313,4 @@ def known_of(pools: Iterable[Pool]) -> tuple[HardwareProfile, ...]:
         except SpecError as error:
             log.info("of pool %s no hardware is known: %s", pool.name, error)
             continue
-        first = found.get(kind, gpu)
-        found[kind] = replace(
-            first,
-            accelerator_type=kind,
-            link_bytes_per_s=min(first.link_bytes_per_s, gpu.link_bytes_per_s),
-            memory_bytes=min(first.memory_bytes, gpu.memory_bytes),
-        )
-    return tuple(found.values())
+        yield pool.name, replace(gpu, accelerator_type=kind)

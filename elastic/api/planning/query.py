@@ -63,12 +63,34 @@ class Query:
             job = conflicts.pinning(self.subject, n_gpus)
         elif not is_auto(text := conflicts.wanted(self.subject, n_gpus)):
             try:
-                return self.find(model, replace(job, layout=text), groups, aim=self.aim)
+                return self.find(model, replace(job, layout=text), groups, aim=self._own_aim)
             except InfeasiblePlan:
                 if isinstance(job.layout, str):
                     raise
             job, groups = replace(job, layout=AUTO), [each.group for each in machines]
-        return self.find(model, job, groups, aim=self.aim)
+        return self.find(model, job, groups, aim=self._own_aim)
+
+    @property
+    def _own_aim(self) -> Aim:
+        """A phase has its share of the deadline, by what its samples ask of the model."""
+        work = [
+            phase.steps * phase.job.global_batch * phase.model.sample.flop
+            for phase in self.subject.phases
+            if phase.model.sample
+        ]
+        share = work[0] / sum(work) if sum(work) else 1.0
+        return replace(self.aim, deadline_h=share * self.aim.deadline_h)
+
+    def of_phase(self, number: int, machines: Sequence[MachineGroup]) -> Offer:
+        """The best one of a phase, counted from 1, planned for itself as `elastic run` does where
+        it begins. Raises InfeasiblePlan that names it."""
+        aim, phase = self.aim, self.subject.phases[number - 1]
+        own = "fastest" if aim.purpose == "deadline" else aim.purpose
+        alone = replace(aim, tokens=phase.tokens, deadline_h=0.0, purpose=own, budget_usd=0.0)
+        try:
+            return replace(self, subject=phase, aim=alone).offers(machines).best[0]
+        except InfeasiblePlan as error:
+            raise InfeasiblePlan(f"phase {number}: {error}") from error
 
     def plain(self) -> dict[str, Any]:
         aim = self.aim
@@ -169,7 +191,7 @@ def offer_plain(offer: Offer, n: int, n_gpus: int, *, warnings: Sequence[str]) -
             {"pool": part.pool, "n_gpus": part.n_gpus, "samples": part.samples,
             "layers": list(part.layers), "busy": part.busy}
             for part in offer.parts
-        ],
+        ], "nodes": dict(offer.nodes),
     }  # fmt: skip
 
 
@@ -268,16 +290,18 @@ def _unused(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def row_of(name: str, machines: Sequence[MachineGroup], query: Query) -> dict[str, Any]:
+    """The best offer, of phase 1 where the job has phases; its limits are held against all."""
     row: dict[str, Any] = {"choice": name, "n_gpus": conflicts.n_gpus_of(machines), "why_not": ""}
     try:
         offer = query.offers(machines).best[0]
+        later = [query.of_phase(k, machines) for k in range(2, len(query.subject.phases) + 1)]
     except InfeasiblePlan as error:
         return row | dict.fromkeys((*KEYS, *LIMITS)) | {"layout": None, "why_not": str(error)}
     aim = query.aim
     budget = aim.budget_usd or query.subject.job.budget_usd or 0.0
     limits = (
-        not aim.deadline_h or offer.hours <= aim.deadline_h,
-        not budget or offer.usd <= budget,
+        not aim.deadline_h or sum(one.hours for one in (offer, *later)) <= aim.deadline_h,
+        not budget or sum(one.usd for one in (offer, *later)) <= budget,
     )
     return row | short(offer) | dict(zip(LIMITS, limits, strict=True))
 

@@ -45,7 +45,7 @@ def fewest_nodes(query: Query, machines: MachineGroup) -> dict[str, Any]:
         return tried[n]
 
     def enough(n: int) -> bool:
-        return row(n)["layout"] is not None and row(n)["hours"] <= query.aim.deadline_h
+        return row(n)["layout"] is not None and row(n)["in_time"]
 
     n = first = _start(query, machines, most)
     while n < most and not enough(n) and not _flat(tried, n):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from elastic.api.running.options import Options
 from elastic.config.clusters import ClusterSpec, load_cluster
@@ -31,17 +31,9 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
         if drill and options.show:
             print(f"note: {LEFT_OUT.format(n_of(len(drill), 'event'))}", file=_out(options))
         drill = []
-    pools, floor, head_usd_per_h = spec.pools, spec.on_demand_floor, spec.head_usd_per_h
     if options.cluster is not None:
-        cluster = _cluster_of(options.cluster, options.local, address)
-        pools = [
-            pool_of(asdict(pool), f"{options.cluster}: pool {pool.name!r}")
-            for pool in cluster.pools
-        ]
-        if cluster.on_demand_floor and "on_demand_floor" not in spec.model_fields_set:
-            floor = cluster.on_demand_floor
-        if "head_usd_per_h" not in spec.model_fields_set:
-            head_usd_per_h = cluster.head_usd_per_h
+        spec = on_cluster(spec, _cluster_of(options.cluster, options.local, address))
+    pools = spec.pools
     if address is None:
         from elastic.cluster.local.local_cluster import visible_gpus
 
@@ -53,13 +45,22 @@ def adapted(spec: JobSpec, options: Options, address: str | None) -> JobSpec:
             print(said, file=_out(options))
     if options.drill is not None:
         drill = load_drill(options.drill, pools[0].name)
-    known = {
-        "drill": drill,
-        "pools": pools,
-        "on_demand_floor": floor,
-        "head_usd_per_h": head_usd_per_h,
+    return spec.model_copy(update={"drill": drill, "pools": pools})
+
+
+def on_cluster(spec: JobSpec, cluster: ClusterSpec) -> JobSpec:
+    """On the pools of a cluster file; of the floor and of the price of the head what the file says
+    counts where the job says nothing."""
+    said: dict[str, Any] = {
+        "pools": [
+            pool_of(asdict(pool), f"{cluster.file}: pool {pool.name!r}") for pool in cluster.pools
+        ],
+        "head_usd_per_h": cluster.head_usd_per_h,
     }
-    return spec.model_copy(update=known)
+    if cluster.on_demand_floor:
+        said["on_demand_floor"] = cluster.on_demand_floor
+    own = spec.model_fields_set - {"pools"}
+    return spec.model_copy(update={key: value for key, value in said.items() if key not in own})
 
 
 def _out(options: Options) -> TextIO:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.api.diagnose import communicated, diagnosed
-from elastic.api.planning.plan_nodes import known_of
+from elastic.api.planning.plan_nodes import known_of, own_of
 from elastic.api.running import sample_check
 from elastic.api.running.layout_question import LayoutCheck, asked_of, check_open, checked
 from elastic.api.running.local_pools import adapted
@@ -290,6 +290,7 @@ class JobRun:
             attached=attached,
             durable=found.copies,
             hardware=known_of(self.pools),
+            pool_hardware=own_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
             **newest_gates(),
         )

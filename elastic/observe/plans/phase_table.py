@@ -26,6 +26,4 @@ def phase_table(data: Mapping[str, Any]) -> list[str]:
     whole = data["all_phases"]
     told = f"all phases: {whole['steps']:,} steps, {count(whole['tokens'])} {unit}, "
     told += hours(whole["hours"]) + (f" and {usd(whole['usd'])}" if whole["usd"] else "")
-    if whole["deadline_h"] and whole["hours"] > whole["deadline_h"]:
-        told += f"; the deadline is {hours(whole['deadline_h'])}"
     return ["", *columns([head, *rows], right=(0, 1, 2, 3, 4, 6, 7, 8)), told]

@@ -115,8 +115,9 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         model = replace(model, sample=model.sample or state.model.sample)
     known: dict[str, Any] = {
         "run": event.run, "epoch": event.epoch, "job": in_phase.job_of(state, event, saved),
-        "pools": event.pools, "model": model, "hardware": event.hardware, "durable": durable,
-        "billed_at_s": at_s, **gates_of(event),
+        "pools": event.pools, "model": model, "hardware": event.hardware,
+        "pool_hardware": event.pool_hardware, "durable": durable, "billed_at_s": at_s,
+        **gates_of(event),
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:

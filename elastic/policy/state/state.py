@@ -206,6 +206,7 @@ class State(Gates):
     pools: tuple[Pool, ...] = ()
     model: ModelProfile | None = None
     hardware: tuple[HardwareProfile, ...] = ()
+    pool_hardware: tuple[tuple[str, HardwareProfile], ...] = ()  # see DriverStarted
     started_at_s: float = 0.0
     first_started_at_s: float | None = None  # the run's, whatever drivers it has had since
     unseen: frozenset[str] = frozenset()  # nodes that an attached driver has not heard of yet

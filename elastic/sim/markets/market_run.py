@@ -38,10 +38,11 @@ GIVEN_UP_TIMES = 40.0  # the time without faults, after which a run without a de
 
 @dataclass(frozen=True)
 class RunSubject:
-    """What is simulated. `step_s`: of a plan. `ideal_s`: of the whole job on all that its pools may
-    have at once; `efficient_s`: there too, were all nodes as efficient as those of the number that
-    gets most out of each (None = they are), so that nobody can pay less. `batch_s`: of training
-    that is looked at as one event."""
+    """What is simulated. `step_s`: of a plan. `ideal_s`: of the whole job on all `n_nodes` that a
+    run may have at once; `group_s`: on its spot pools alone (None = there are no others);
+    `efficient_s`: there too, were all nodes as efficient as those of the number that gets most out
+    of each (None = they are), so that nobody can pay less. `batch_s`: of training that is looked
+    at as one event."""
 
     name: str
     job: Job
@@ -54,6 +55,9 @@ class RunSubject:
     batch_s: float = 60.0
     phase_samples: tuple[SampleProfile | None, ...] = ()  # as NodePrepared tells them
     efficient_s: float | None = None
+    group_s: float | None = None
+    n_nodes: int = 0
+    pool_hardware: tuple[tuple[str, HardwareProfile], ...] = ()
 
     @property
     def given_up_s(self) -> float:
@@ -202,7 +206,7 @@ def run_on(
     journal = _Counted(keep, subject.ideal_s / MOMENTS)
     start = DriverStarted(
         subject.name, 1, plain, subject.pools, subject.model, subject.hardware,
-        **newest_gates(forms_ahead=False),
+        pool_hardware=subject.pool_hardware, **newest_gates(forms_ahead=False),
     )  # fmt: skip
     if hours is None:
         backend.give_up_at(until_s)

@@ -59,8 +59,18 @@ class Study:
     @property
     def least_node_s(self) -> float:
         """Of one node, for the whole job: by as many as each does most on."""
-        efficient_s, ideal_s = self.subject.efficient_s, self.subject.ideal_s
-        return self.n_nodes * (ideal_s if efficient_s is None else min(efficient_s, ideal_s))
+        efficient_s = self.subject.efficient_s
+        whole_s = self.group_s if efficient_s is None else min(efficient_s, self.group_s)
+        return self.n_nodes * whole_s
+
+    @property
+    def group_s(self) -> float:
+        """Of the whole job on as many nodes as the other policies take."""
+        return self.subject.ideal_s if self.subject.group_s is None else self.subject.group_s
+
+    def head_usd(self, seconds: float) -> float:
+        """Of the head, which every policy pays as long as it runs."""
+        return seconds / 3600 * self.subject.job.head_usd_per_h
 
     @property
     def deadline_s(self) -> float:
@@ -75,13 +85,14 @@ class Study:
 
 @dataclass(frozen=True)
 class PolicyTrial:
-    """One policy from one start."""
+    """One policy from one start. `reason`: why a run of ours ended."""
 
     usd: float
     wall_s: float
     done: bool
     goodput: float
     transitions: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,7 +179,7 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         min(tick_s, study.deadline_s),
         (),
         study.n_nodes,
-        subject.ideal_s * study.n_nodes,
+        study.group_s * study.n_nodes,
         min(pool.usd_per_node_h for pool in spot),
         min((pool.usd_per_node_h for pool in fixed), default=spot[0].usd_per_node_h),
         start_s,
@@ -240,16 +251,24 @@ def from_start(study: Study, seed: int) -> StartResult:
         if name == BOUND:
             most = replace(world, work_node_s=study.least_node_s)
             usd = least_usd(most) if world.n_nodes <= BOUND_NODES else float("nan")
+            usd += study.head_usd(study.subject.ideal_s)
             trials[name] = PolicyTrial(usd, world.deadline_s, usd < float("inf"), 1.0)
         elif name in BASELINES:
-            trials[name] = _baseline(priced, name)
+            played = _baseline(priced, name)
+            trials[name] = replace(played, usd=played.usd + study.head_usd(played.wall_s))
         else:
             changed = VARIANTS[name][0](study.subject) if name in VARIANTS else study.subject
             found = run_once(replace(study, subject=changed), start_at_s, seed=seed)
             trials[name] = PolicyTrial(
-                found.usd, found.wall_s, found.done, found.goodput, sum(found.causes.values())
+                found.usd,
+                found.wall_s,
+                found.done,
+                found.goodput,
+                sum(found.causes.values()),
+                found.reason,
             )
-    return StartResult(start_at_s, world.on_demand_usd, trials)
+    on_demand_usd = world.on_demand_usd + study.head_usd(world.least_s)
+    return StartResult(start_at_s, on_demand_usd, trials)
 
 
 def _baseline(world: TickWorld, name: str) -> PolicyTrial:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.places import PROGRAMS
+from support.places import PROGRAMS, ROOT
 
 from elastic.api.planning.model_source import (
     OF_A_SCRIPT,
@@ -20,6 +20,7 @@ from elastic.api.planning.model_source import (
     of_script,
 )
 from elastic.cli.command_line import main
+from elastic.config.clusters import load_cluster
 from elastic.config.hardware import PLACE
 from elastic.data.open_datasets import dataset_of
 from elastic.errors import SpecError
@@ -54,6 +55,21 @@ def test_a_job_with_its_pools(tmp_path: Path) -> None:
     ]
     with pytest.raises(SpecError, match="no such pool; did you mean a"):
         machines_of(found, None, {"aa": 2})
+
+
+@pytest.mark.slow
+def test_a_cluster_file_says_the_floor_and_the_price_of_the_head(tmp_path: Path) -> None:
+    """As in a run there: where the job does not say them itself."""
+    told = "on_demand_floor: 1\n    head_usd_per_h: 0.5"
+    text = (ROOT / "cluster_configs" / "laptop.yaml").read_text()
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text.replace("on_demand_floor: 1", told))
+    folder = str(job(tmp_path, "tiny.py", "steps: 10\nglobal_batch: 8\n"))
+    found = of_job(folder, cluster=str(file))
+    assert (found.job.on_demand_floor, found.job.head_usd_per_h) == (1, 0.5)
+    assert found.pools == load_cluster(file).pools
+    own = of_job(folder, ["on_demand_floor=2", "head_usd_per_h=0.1"], cluster=str(file)).job
+    assert (own.on_demand_floor, own.head_usd_per_h) == (2, 0.1)
 
 
 def test_paid_pools_without_a_limit_are_told_of(tmp_path: Path) -> None:

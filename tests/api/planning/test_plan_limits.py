@@ -154,6 +154,49 @@ def test_a_jobs_own_budget_is_a_note(capsys: pytest.CaptureFixture[str], job: Pa
 
 
 @pytest.mark.slow
+def test_the_head_is_among_the_dollars(capsys: pytest.CaptureFixture[str], job: Path) -> None:
+    """Also where nodes cost nothing."""
+    words = (job, "--layout", "auto", "--gpus", "H100:16")
+    without = as_json(capsys, *words)["offers"][0]["usd_per_h"]
+    priced = as_json(capsys, *words, "--set", "head_usd_per_h=5")["offers"][0]
+    assert priced["usd_per_h"] == pytest.approx(without + 5)
+    assert priced["usd"] == pytest.approx(priced["usd_per_h"] * priced["hours"])
+    owned = (job, "--layout", "auto", "--set", "head_usd_per_h=5")
+    assert as_json(capsys, *owned)["offers"][0]["usd_per_h"] == 5
+
+
+def test_no_more_nodes_are_planned_than_a_run_pays_for(
+    capsys: pytest.CaptureFixture[str], job: Path
+) -> None:
+    bound = as_json(capsys, job, "--layout", "auto", "--gpus", "H100:16", "--set", "max_nodes=1")
+    assert "max_nodes=1: elastic run pays for no more of these 2 nodes" in bound["notes"]
+    assert bound["offers"][0]["n_gpus"] <= 8 and bound["pools"][0]["n_gpus"] == 8
+
+
+@pytest.mark.slow
+def test_a_deadline_and_a_budget_are_those_of_all_phases(
+    capsys: pytest.CaptureFixture[str], job: Path
+) -> None:
+    """None of the phases alone is over them."""
+    phased = ("--layout", "auto", "--set", "phases=[{from_step: 500, global_batch: 256}]")
+    words = (job, *phased, "--gpus", "H100:16")
+
+    def over(data: Any, key: str) -> float:
+        return float((max(row[key] for row in data["phases"]) + data["all_phases"][key]) / 2)
+
+    cheapest = (*words, "--purpose", "cheapest")
+    usd = over(as_json(capsys, *cheapest), "usd")
+    err = refused(capsys, *cheapest, "--budget", usd)
+    assert "the cheapest way on 16 x H100" in err and err.endswith("steps or a larger budget\n")
+    notes = as_json(capsys, *cheapest, "--set", f"budget_usd={usd}")["notes"]
+    assert any("the job's budget_usd of $" in note for note in notes)
+    deadline = ("--set", f"deadline_h={over(as_json(capsys, *words), 'hours')}")
+    assert "16 x H100-80GB-SXM need " in refused(capsys, *words, *deadline)
+    (row,) = as_json(capsys, job, *phased, *deadline, "--what-if", "H100:16")["choices"]
+    assert row["in_time"] is False
+
+
+@pytest.mark.slow
 def test_fewer_gpus_than_min_workers_are_no_choice(
     capsys: pytest.CaptureFixture[str], job: Path
 ) -> None:

@@ -9,20 +9,25 @@ from pathlib import Path
 import pytest
 
 from elastic import catalog
+from elastic.api.planning.model_source import of_model
 from elastic.api.planning.plan_nodes import (
     MachineGroup,
     known_of,
     nodes_of,
     of_asked,
     of_pool,
+    own_of,
     with_counts,
 )
 from elastic.api.planning.quantities import gpus_of
 from elastic.config.hardware import PLACE, path_of, write_hardware
 from elastic.errors import SpecError
+from elastic.ledger.journal import built, plain
 from elastic.planner.cost.default_hardware import GUESSED_CPU
+from elastic.policy.plans import choice_of
 from elastic.policy.pools.hazard import RECLAIMS_PER_NODE_H
-from elastic.types import HardwareProfile, Pool
+from elastic.policy.state.fold import State, fold
+from elastic.types import DriverStarted, HardwareProfile, Node, Pool
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +166,23 @@ def test_a_run_knows_the_kinds_of_the_catalog_under_its_pools_names() -> None:
     measured = replace(known, accelerator_type="CPU", peak_flop_per_s=7e10)
     write_hardware(path_of("CPU"), measured, {})
     assert known_of(pools) == (known, replace(measured, memory_bytes=0)), "as pool c says: nothing"
+
+
+def test_a_run_costs_layouts_by_the_network_of_the_pools_that_its_nodes_are_of() -> None:
+    """Not by the slowest of their kind; as an older driver did, whose journal does not tell."""
+    fast = Pool("fast", "H100", 8, "spot", instance_type="p5.48xlarge")
+    slow = Pool("slow", "H100", 8, instance_type="a3-highgpu-8g")
+    subject = of_model("8b", 32)
+    job = replace(subject.job, steps=10)
+
+    def step_s(*pools: Pool, told: bool = True, of: str = "fast") -> float:
+        own = own_of(pools) if told else ()
+        known = known_of(pools)
+        started = DriverStarted("r", 1, job.plain(), pools, subject.model, known, pool_hardware=own)
+        assert built(DriverStarted, plain(started)) == started
+        state = fold(State(), started, 0.0)
+        return choice_of(state, [Node("n", of, 8), Node("m", of, 8)]).model_step_s
+
+    assert own_of([fast]) == () and [name for name, _ in own_of([fast, slow])] == ["fast"]
+    assert step_s(fast, slow) == step_s(fast) < step_s(fast, slow, told=False)
+    assert step_s(fast, slow, of="slow") == step_s(fast, slow, told=False)

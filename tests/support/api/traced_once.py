@@ -19,7 +19,8 @@ KNOWN: dict[object, Any] = {}
 APART = {
     "name": "", "folder": "", "program": "", "steps": 0, "storage": None, "pools": (),
     "budget_usd": None, "deadline_h": None, "max_nodes": None, "min_workers": 1,
-    "max_workers": None, "purpose": "auto", "trackers": {}, "fingerprint": None, "drill": (),
+    "max_workers": None, "purpose": "auto", "on_demand_floor": "auto", "head_usd_per_h": 0.0,
+    "trackers": {}, "fingerprint": None, "drill": (),
 }  # fmt: skip
 
 
