@@ -74,6 +74,9 @@ class Gates:
     waits_for_started: bool = False
     # machines that were released and have not ended count for `max_nodes`, else they do not
     counts_leaving: bool = False
+    # starts that a reclaim ends are bounded like others, also of a spot pool whose nodes have been
+    # prepared, and where the node had a notice; else such nodes are asked for at once, for ever
+    bounds_reclaims: bool = False
     # a validation loss that is not finite counts, as the worst; what a checkpoint that is there is
     # judged by stays known; else such a checkpoint is judged by the evaluation before, and an old
     # one by none
