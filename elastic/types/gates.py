@@ -77,6 +77,8 @@ class Gates:
     # starts that a reclaim ends are bounded like others, also of a spot pool whose nodes have been
     # prepared, and where the node had a notice; else such nodes are asked for at once, for ever
     bounds_reclaims: bool = False
+    # machines that start count for the budget also where no request of theirs is open, else not
+    counts_starting: bool = False
     # a validation loss that is not finite counts, as the worst; what a checkpoint that is there is
     # judged by stays known; else such a checkpoint is judged by the evaluation before, and an old
     # one by none

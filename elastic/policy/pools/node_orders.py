@@ -175,7 +175,8 @@ class _Book:
         bound, most = state.job.max_nodes, most_workers(state.job)
         # all that is paid for counts, also what starts of a request that stands no more
         told = {name: state.instances.get(name, InstancesSeen(name)) for name in pools}
-        n_paid = sum(max(n, told[name].starting) for name, n in self.have.items())
+        paid = {name: max(n, told[name].starting) for name, n in self.have.items()}
+        n_paid = sum(paid.values())
         if state.counts_leaving:
             n_paid += sum(seen.leaving for seen in told.values())
         self.nodes: float = inf if bound is None else bound - len(state.alive) - n_paid
@@ -183,7 +184,8 @@ class _Book:
             pools[name].gpus_per_node * n for name, n in self.have.items()
         )
         self.workers: float = inf if most is None else most - gpus
-        self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in self.have.items())
+        coming = paid if state.counts_starting else self.have
+        self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in coming.items())
         for name, (n, _) in state.there.items():
             self.have[name] = self.have.get(name, 0) + n
         self.stand_in = pool_allocation.stand_in_workers(state, now_s)
