@@ -74,6 +74,9 @@ class Gates:
     waits_for_started: bool = False
     # machines that were released and have not ended count for `max_nodes`, else they do not
     counts_leaving: bool = False
+    # a run that is about to end withdraws its requests and releases nodes that hold nothing, else
+    # both stay until it has ended
+    withdraws_at_end: bool = False
     # starts that a reclaim ends are bounded like others, also of a spot pool whose nodes have been
     # prepared, and where the node had a notice; else such nodes are asked for at once, for ever
     bounds_reclaims: bool = False

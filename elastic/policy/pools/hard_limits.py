@@ -54,6 +54,12 @@ def wish(state: State, at_s: float) -> StopWish | None:
     return _by_budget(state, at_s) or _by_deadline(state, at_s)
 
 
+def about_to_end(state: State, at_s: float) -> bool:
+    """It is to stop, or its last step is done and is being stored."""
+    stored = state.phase == "running" and state.rest_steps <= 0
+    return stored or state.stop is not None or wish(state, at_s) is not None
+
+
 def _by_budget(state: State, at_s: float) -> StopWish | None:
     budget = budget_usd(state)
     if budget is None:

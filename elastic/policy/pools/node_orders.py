@@ -11,7 +11,7 @@ from elastic.planner.layout_choice import most_workers
 from elastic.policy.faults import faulty_devices
 from elastic.policy.faults.retries import worn_out
 from elastic.policy.pools import drain, hard_limits, pool_allocation
-from elastic.policy.pools.release import leaving
+from elastic.policy.pools.release import leaving, without_use
 from elastic.policy.speed.relayout import left_for
 from elastic.policy.state.state import Backoff, Request, State
 from elastic.text import n_of
@@ -51,6 +51,28 @@ def capacity(state: State, now_s: float, taken: Collection[str] = ()) -> Decisio
         leaving(state, now_s, taken),
         _request(state, now_s),
     )
+
+
+def wound_up(state: State, now_s: float, taken: Collection[str], *, mends: bool) -> Decision:
+    """A run that is about to end waits for no nodes, and keeps none that hold nothing. `mends`:
+    what breaks until then is mended, for which nodes that are or will soon be prepared stay; they
+    do too while a generation has to be entered once more."""
+    if not state.withdraws_at_end:
+        return Decision()
+    calm = state.phase in ("running", "entering") and state.failure is None
+    asked = tuple(state.requests.values())
+    spare = without_use(state, taken, kept=mends or not calm)
+    texts = []
+    if asked:
+        n = sum(request.count for request in asked)
+        texts.append(f"the run is about to end: {n_of(n, 'requested node')} not waited for")
+    if spare:
+        names = ", ".join(node.node_id for node in spare)
+        texts.append(f"{names}: released, the run is about to end")
+    withdrawn = [RequestNodes(one.pool, 0, one.request_id) for one in asked]
+    orders = (*withdrawn, *(ReleaseNode(node.node_id) for node in spare))
+    left = _release(state, now_s) if calm else Decision()
+    return together(Decision(orders, "; ".join(texts)), left)
 
 
 def _prepare(state: State, now_s: float) -> Decision:
