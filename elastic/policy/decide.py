@@ -494,17 +494,19 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
         choice = choice_of(state, nodes)
     except InfeasiblePlan:
         return None
-    gpus = choice.layout.world_size
-    if gpus <= plan.layout.world_size:
+    gpus, old = choice.layout.world_size, plan.layout.world_size
+    if gpus <= old:
         return None
     if state.job.restarted and (wait := restarts.too_soon(state, now_s)):
         return wait
     why = f"{', '.join(new)} can join {n_of(len(plan.ranks), 'worker')}"
+    if act_s is None and state.weighs_rest:
+        pause_s, rest_s = drain.lead_of(state).pause_s, hard_limits.rest_s(state, old)
+        if pause_s > drain.PRIOR_PAUSE_S and (1 - old / gpus) * rest_s <= pause_s:
+            text = f"{why} too late: the pause would be longer than what is gained until the end"
+            return Decision((), text)
     if act_s is not None:
-        gain, price = (
-            (gpus - plan.layout.world_size) * (act_s - now_s),
-            drain.price_gpu_s(state, gpus),
-        )
+        gain, price = ((gpus - old) * (act_s - now_s), drain.price_gpu_s(state, gpus))
         if gain <= price:
             text = (
                 f"{why} when the nodes with notice are left: sooner would gain {gain:.0f} "

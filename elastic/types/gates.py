@@ -77,6 +77,9 @@ class Gates:
     # a run that is about to end withdraws its requests and releases nodes that hold nothing, else
     # both stay until it has ended
     withdraws_at_end: bool = False
+    # a node is not asked for, nor taken in, so late that the run ends before that has paid, else
+    # only the budget and the last step bound it
+    weighs_rest: bool = False
     # starts that a reclaim ends are bounded like others, also of a spot pool whose nodes have been
     # prepared, and where the node had a notice; else such nodes are asked for at once, for ever
     bounds_reclaims: bool = False

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from math import ceil, inf
 
+from elastic.errors import InfeasiblePlan
 from elastic.planner.layout_choice import most_workers
 from elastic.policy.faults import faulty_devices
 from elastic.policy.faults.retries import worn_out
+from elastic.policy.plans import choice_of
 from elastic.policy.pools import drain, hard_limits, pool_allocation
 from elastic.policy.pools.release import leaving, without_use
 from elastic.policy.speed.relayout import left_for
@@ -20,6 +22,7 @@ from elastic.types import (
     Decision,
     InstancesSeen,
     Node,
+    Pool,
     Prepare,
     Quarantine,
     ReleaseNode,
@@ -244,6 +247,9 @@ class _Book:
             n = min(n, 1 - self._starting(pool.name))
             if n <= 0:
                 return
+        if self._too_late(pool):
+            self.reasons.append(hard_limits.no_use(pool))
+            return
         most = hard_limits.affordable(state, pool, self.usd_per_h, now_s=self.now_s)
         if most is not None and most < n:
             if not most:
@@ -251,6 +257,22 @@ class _Book:
                 return
             n = most
         self._order(want, n, have)
+
+    def _too_late(self, pool: Pool) -> bool:
+        """Too few nodes to run at all are waited for whatever is left."""
+        state = self.state
+        if not state.weighs_rest or not hard_limits.too_late(state, pool, now_s=self.now_s):
+            return False
+        there = [
+            node
+            for status in ("pending", "ready", "prepared")
+            for node in state.by_status.get(status, ())
+        ]
+        try:
+            choice_of(state, there)
+        except InfeasiblePlan:
+            return False
+        return True
 
     def _starting(self, pool: str) -> int:
         """Nodes that are not prepared yet, or still to come. Of a pool whose nodes die at start one
