@@ -9,6 +9,7 @@ import pytest
 from support.policy.story import MODEL, Story, job, orders
 
 from elastic.policy.pools.node_orders import capacity
+from elastic.policy.speed import relayout
 from elastic.policy.state.fold import PoolSeen, State
 from elastic.types import (
     Decision,
@@ -166,6 +167,16 @@ def test_nor_is_one_that_would_come_after_the_deadline(
 ) -> None:
     limited = Job.from_plain(job(steps=10_000, purpose="fastest", deadline_h=1.0))
     assert asked(left, 3600.0 - before_s, job=limited) == expected
+
+
+def test_a_slow_node_is_not_left_for_one_that_would_come_too_late() -> None:
+    late = State(
+        job=Job.from_plain(job(steps=10_000)), pools=(SPOT,), nodes=TWO, step=9960,
+        worker_step_s=4.0, history={"cheap": PoolSeen(start_s=180.0)}, weighs_rest=True,
+    )  # fmt: skip
+    assert not relayout._can_be_had(late, TWO["a"], 0.0)
+    assert relayout._can_be_had(replace(late, step=0), TWO["a"], 0.0)
+    assert relayout._can_be_had(replace(late, weighs_rest=False), TWO["a"], 0.0)
 
 
 # ---------------------------------------------------------------------------- what is taken in late
