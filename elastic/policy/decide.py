@@ -21,7 +21,13 @@ from elastic.policy.faults import corruption, retries, unreached
 from elastic.policy.faults.left_out import left_out, newcomer
 from elastic.policy.plans import choice_of, enter, from_where, never, with_rehearsals
 from elastic.policy.pools import drain, hard_limits, hazard
-from elastic.policy.pools.node_orders import capacity, missing_capacity, potential, together
+from elastic.policy.pools.node_orders import (
+    capacity,
+    missing_capacity,
+    potential,
+    together,
+    wound_up,
+)
 from elastic.policy.pools.release import back_to_spot
 from elastic.policy.speed import relayout, share_rebalance
 from elastic.policy.state.state import ENDED, State
@@ -91,17 +97,18 @@ def decide(state: State, now_s: float) -> Decision:
     if any(isinstance(action, Stop) for action in found.actions):
         return found
     wish = stopping.stop_wish(state, now_s)
+    plans = [action.plan for action in found.actions if isinstance(action, EnterPlan)]
+    taken = {name for plan in plans for name in plan.nodes}
     if wish:
-        return together(found, Decision(wake_at_s=stopping.look_again_s(state, wish, now_s)))
-    if state.stop:
-        return stopping.put_off(state, state.stop, found)
-    if state.phase == "running" and state.rest_steps <= 0:
-        return found
+        found = together(found, Decision(wake_at_s=stopping.look_again_s(state, wish, now_s)))
+    elif state.stop:
+        found = stopping.put_off(state, state.stop, found)
+    if wish or state.stop or (state.phase == "running" and state.rest_steps <= 0):
+        return together(found, wound_up(state, now_s, taken, mends=not wish and bool(state.stop)))
     found = found if state.away else together(found, retention(state))
     look = Decision(wake_at_s=min(hard_limits.wakes(state, now_s), default=None))
-    plans = [action.plan for action in found.actions if isinstance(action, EnterPlan)]
-    taken = {name for plan in plans for name in plan.nodes} if state.keeps_left else ()
-    return together(found, with_rehearsals(state, capacity(state, now_s, taken)), look)
+    orders = capacity(state, now_s, taken if state.keeps_left else ())
+    return together(found, with_rehearsals(state, orders), look)
 
 
 # ------------------------------------------------------------------------------------------- losses
@@ -487,17 +494,19 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
         choice = choice_of(state, nodes)
     except InfeasiblePlan:
         return None
-    gpus = choice.layout.world_size
-    if gpus <= plan.layout.world_size:
+    gpus, old = choice.layout.world_size, plan.layout.world_size
+    if gpus <= old:
         return None
     if state.job.restarted and (wait := restarts.too_soon(state, now_s)):
         return wait
     why = f"{', '.join(new)} can join {n_of(len(plan.ranks), 'worker')}"
+    if act_s is None and state.weighs_rest:
+        pause_s, rest_s = drain.lead_of(state).pause_s, hard_limits.rest_s(state, old)
+        if pause_s > drain.PRIOR_PAUSE_S and (1 - old / gpus) * rest_s <= pause_s:
+            text = f"{why} too late: the pause would be longer than what is gained until the end"
+            return Decision((), text)
     if act_s is not None:
-        gain, price = (
-            (gpus - plan.layout.world_size) * (act_s - now_s),
-            drain.price_gpu_s(state, gpus),
-        )
+        gain, price = ((gpus - old) * (act_s - now_s), drain.price_gpu_s(state, gpus))
         if gain <= price:
             text = (
                 f"{why} when the nodes with notice are left: sooner would gain {gain:.0f} "

@@ -74,6 +74,17 @@ class Gates:
     waits_for_started: bool = False
     # machines that were released and have not ended count for `max_nodes`, else they do not
     counts_leaving: bool = False
+    # a run that is about to end withdraws its requests and releases nodes that hold nothing, else
+    # both stay until it has ended
+    withdraws_at_end: bool = False
+    # a node is not asked for, nor taken in, so late that the run ends before that has paid, else
+    # only the budget and the last step bound it
+    weighs_rest: bool = False
+    # starts that a reclaim ends are bounded like others, also of a spot pool whose nodes have been
+    # prepared, and where the node had a notice; else such nodes are asked for at once, for ever
+    bounds_reclaims: bool = False
+    # machines that start count for the budget also where no request of theirs is open, else not
+    counts_starting: bool = False
     # a validation loss that is not finite counts, as the worst; what a checkpoint that is there is
     # judged by stays known; else such a checkpoint is judged by the evaluation before, and an old
     # one by none

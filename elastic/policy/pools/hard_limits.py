@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import floor
+from math import floor, inf
 
 from elastic.policy.pools import hazard
 from elastic.policy.state.state import State, StopWish
@@ -13,6 +13,7 @@ SAVE_STEPS = 2  # the order may just miss the word of a step
 SAVE_SAFETY = 1.5  # times the seconds that a checkpoint took
 SAVE_PRIOR_S = 2.0  # for a checkpoint, before one was stored
 START_LEAST_S = 10.0  # before a pool has given a node: requests are not refused by guesses
+START_BORNE_S = 60.0  # a node that starts within it is asked for whatever is left of the run
 
 
 def save_s(state: State) -> float:
@@ -52,6 +53,12 @@ def deadline_s(state: State) -> float | None:
 def wish(state: State, at_s: float) -> StopWish | None:
     """The wish to stop of a budget or a deadline that is all but used up."""
     return _by_budget(state, at_s) or _by_deadline(state, at_s)
+
+
+def about_to_end(state: State, at_s: float) -> bool:
+    """It is to stop, or its last step is done and is being stored."""
+    stored = state.phase == "running" and state.rest_steps <= 0
+    return stored or state.stop is not None or wish(state, at_s) is not None
 
 
 def _by_budget(state: State, at_s: float) -> StopWish | None:
@@ -127,6 +134,41 @@ def affordable(state: State, pool: Pool, coming_usd_per_h: float, *, now_s: floa
     return max(
         0, floor((borne_usd_per_h - there_usd_per_h - coming_usd_per_h) / pool.usd_per_node_h)
     )
+
+
+def rest_s(state: State, workers: int) -> float:
+    """Until the last step is done by so many workers, at the measured pace; inf = nobody knows."""
+    if not state.worker_step_s or state.rest_steps == inf or workers <= 0:
+        return inf
+    return state.rest_work * state.worker_step_s / workers
+
+
+def too_late(state: State, pool: Pool, *, now_s: float) -> bool:
+    """Will the run have ended before another node of the pool has been of use? Where the deadline
+    is missed as it is, and on demand, for which the slack of a deadline is weighed elsewhere, it
+    need only be there before the deadline."""
+    if 0 < state.steps <= state.step:
+        return True
+    known_s = max((seen.start_s for seen in state.history.values()), default=0.0)
+    start_s = hazard.start_s(state, pool.name, known_s)
+    if start_s <= START_BORNE_S or pool.market_type == "owned":
+        return False
+    more_s, end_s = max(state.pauses_s, default=0.0) + save_s(state), deadline_s(state)
+    left_s = inf if end_s is None else end_s - now_s
+    if left_s < start_s + more_s:
+        return True
+    workers = sum(gpus for _, gpus in state.there.values())
+    if state.plan is not None:
+        workers = min(workers, state.plan.layout.world_size)
+    needed_s = rest_s(state, workers)
+    if needed_s > left_s or (end_s is not None and pool.market_type == "on-demand"):
+        return False
+    return needed_s < 2 * start_s + more_s
+
+
+def no_use(pool: Pool) -> str:
+    """Why a pool is not asked so late; the same words as long as that holds."""
+    return f"no more nodes of pool {pool.name}: the run would end before one had been of use"
 
 
 def too_dear(pool: Pool) -> str:

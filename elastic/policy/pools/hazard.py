@@ -30,6 +30,7 @@ BACKOFF_S, BACKOFF_MAX_S = 30.0, 600.0  # of a pool that has no capacity
 BACKOFF_SPOT_S = 120.0  # at most, of a spot pool: what comes back is not missed for long
 MOMENT_S = 60.0  # nodes that are taken within it are taken at once
 DEATHS_BORNE = 1  # at start, in a row, before the pool is left alone
+RECLAIMS_BORNE = 3  # likewise, where each was reclaimed, of a spot pool that had started nodes
 DEATH_BACKOFF_S, DEATH_BACKOFF_MAX_S = 30.0, 3600.0
 # in a row that end before a node is prepared, of every pool: more than four hours with the waits
 # between
@@ -218,7 +219,7 @@ def started(state: State, node: Node, at_s: float) -> State:
     state = replace(state, born=less(state.born, node.node_id))
     mean_s = 0.5 * (seen.start_s + took_s) if seen.start_s else took_s
     unanswered = 0 if state.asks_beside else seen.unanswered
-    found = replace(seen, start_s=mean_s, deaths=0, unanswered=unanswered)
+    found = replace(seen, start_s=mean_s, deaths=0, reclaimed_starts=0, unanswered=unanswered)
     state = _with(state, node.pool, found)
     bad = state.backoff.get(node.pool)
     return without_backoff(state, node.pool) if bad and bad.deaths else state
@@ -227,23 +228,27 @@ def started(state: State, node: Node, at_s: float) -> State:
 def died(state: State, node: Node, why: str, *, at_s: float, reclaimed: bool = False) -> State:
     """The node is gone or quarantined before it was prepared: after the second in a row the pool is
     left alone, twice as long each time. Those that were asked for before the last one had died
-    count with it. `reclaimed`: it went by itself, which is no fault of a spot pool whose nodes have
-    been prepared in this run."""
+    count with it. `reclaimed`: it went by itself, or is about to, no fault of a spot pool whose
+    nodes have been prepared in this run: more of these are borne."""
     asked_s = state.born.get(node.node_id)
     if asked_s is None:
         return state
     state = replace(state, born=less(state.born, node.node_id))
     seen = of(state, node.pool)
-    if seen.deaths and asked_s < seen.died_at_s:
+    if (seen.deaths or seen.reclaimed_starts) and asked_s < seen.died_at_s:
         return state
+    n, borne, most_s = seen.deaths + 1, DEATHS_BORNE, DEATH_BACKOFF_MAX_S
+    found, what = replace(seen, deaths=n, died_at_s=at_s), "ended"
     if reclaimed and seen.start_s and state.spends_slack and _is_spot(state, node.pool):
+        if not state.bounds_reclaims:
+            return state
+        n, borne, most_s = seen.reclaimed_starts + 1, RECLAIMS_BORNE, BACKOFF_MAX_S
+        found, what = replace(seen, reclaimed_starts=n, died_at_s=at_s), "were reclaimed"
+    state = _with(state, node.pool, found)
+    if n <= borne:
         return state
-    n = seen.deaths + 1
-    state = _with(state, node.pool, replace(seen, deaths=n, died_at_s=at_s))
-    if n <= DEATHS_BORNE:
-        return state
-    wait_s = min(DEATH_BACKOFF_MAX_S, DEATH_BACKOFF_S * 2.0 ** min(20, n - DEATHS_BORNE - 1))
-    reason = f"{n} starts in a row ended before a node was prepared (the last one: {why})"
+    wait_s = min(most_s, DEATH_BACKOFF_S * 2.0 ** min(20, n - borne - 1))
+    reason = f"{n} starts in a row {what} before a node was prepared (the last one: {why})"
     return replace(
         state, backoff={**state.backoff, node.pool: Backoff(at_s + wait_s, wait_s, reason, n)}
     )

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from math import ceil, inf
 
+from elastic.errors import InfeasiblePlan
 from elastic.planner.layout_choice import most_workers
 from elastic.policy.faults import faulty_devices
 from elastic.policy.faults.retries import worn_out
+from elastic.policy.plans import choice_of
 from elastic.policy.pools import drain, hard_limits, pool_allocation
-from elastic.policy.pools.release import leaving
+from elastic.policy.pools.release import leaving, without_use
 from elastic.policy.speed.relayout import left_for
 from elastic.policy.state.state import Backoff, Request, State
 from elastic.text import n_of
@@ -20,6 +22,7 @@ from elastic.types import (
     Decision,
     InstancesSeen,
     Node,
+    Pool,
     Prepare,
     Quarantine,
     ReleaseNode,
@@ -51,6 +54,28 @@ def capacity(state: State, now_s: float, taken: Collection[str] = ()) -> Decisio
         leaving(state, now_s, taken),
         _request(state, now_s),
     )
+
+
+def wound_up(state: State, now_s: float, taken: Collection[str], *, mends: bool) -> Decision:
+    """A run that is about to end waits for no nodes, and keeps none that hold nothing. `mends`:
+    what breaks until then is mended, for which nodes that are or will soon be prepared stay; they
+    do too while a generation has to be entered once more."""
+    if not state.withdraws_at_end:
+        return Decision()
+    calm = state.phase in ("running", "entering") and state.failure is None
+    asked = tuple(state.requests.values())
+    spare = without_use(state, taken, kept=mends or not calm)
+    texts = []
+    if asked:
+        n = sum(request.count for request in asked)
+        texts.append(f"the run is about to end: {n_of(n, 'requested node')} not waited for")
+    if spare:
+        names = ", ".join(node.node_id for node in spare)
+        texts.append(f"{names}: released, the run is about to end")
+    withdrawn = [RequestNodes(one.pool, 0, one.request_id) for one in asked]
+    orders = (*withdrawn, *(ReleaseNode(node.node_id) for node in spare))
+    left = _release(state, now_s) if calm else Decision()
+    return together(Decision(orders, "; ".join(texts)), left)
 
 
 def _prepare(state: State, now_s: float) -> Decision:
@@ -175,7 +200,8 @@ class _Book:
         bound, most = state.job.max_nodes, most_workers(state.job)
         # all that is paid for counts, also what starts of a request that stands no more
         told = {name: state.instances.get(name, InstancesSeen(name)) for name in pools}
-        n_paid = sum(max(n, told[name].starting) for name, n in self.have.items())
+        paid = {name: max(n, told[name].starting) for name, n in self.have.items()}
+        n_paid = sum(paid.values())
         if state.counts_leaving:
             n_paid += sum(seen.leaving for seen in told.values())
         self.nodes: float = inf if bound is None else bound - len(state.alive) - n_paid
@@ -183,7 +209,8 @@ class _Book:
             pools[name].gpus_per_node * n for name, n in self.have.items()
         )
         self.workers: float = inf if most is None else most - gpus
-        self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in self.have.items())
+        coming = paid if state.counts_starting else self.have
+        self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in coming.items())
         for name, (n, _) in state.there.items():
             self.have[name] = self.have.get(name, 0) + n
         self.stand_in = pool_allocation.stand_in_workers(state, now_s)
@@ -220,6 +247,9 @@ class _Book:
             n = min(n, 1 - self._starting(pool.name))
             if n <= 0:
                 return
+        if self._too_late(pool):
+            self.reasons.append(hard_limits.no_use(pool))
+            return
         most = hard_limits.affordable(state, pool, self.usd_per_h, now_s=self.now_s)
         if most is not None and most < n:
             if not most:
@@ -227,6 +257,22 @@ class _Book:
                 return
             n = most
         self._order(want, n, have)
+
+    def _too_late(self, pool: Pool) -> bool:
+        """Too few nodes to run at all are waited for whatever is left."""
+        state = self.state
+        if not state.weighs_rest or not hard_limits.too_late(state, pool, now_s=self.now_s):
+            return False
+        there = [
+            node
+            for status in ("pending", "ready", "prepared")
+            for node in state.by_status.get(status, ())
+        ]
+        try:
+            choice_of(state, there)
+        except InfeasiblePlan:
+            return False
+        return True
 
     def _starting(self, pool: str) -> int:
         """Nodes that are not prepared yet, or still to come. Of a pool whose nodes die at start one

@@ -114,6 +114,18 @@ def _idle(state: State, taken: Collection[str]) -> list[Node]:
     return [node for node in reversed(nodes) if node.node_id not in busy]
 
 
+def without_use(state: State, taken: Collection[str], *, kept: bool) -> list[Node]:
+    """Nodes that are paid for, and of which a run that is about to end makes no use. `kept`: not
+    those that are prepared, or will be."""
+    owned = {pool.name for pool in state.pools if pool.market_type == "owned"}
+    return [
+        node
+        for node in _idle(state, taken)
+        if node.pool not in owned
+        and not (kept and (node.status == "prepared" or node.node_id in state.preparing))
+    ]
+
+
 def _above_bound(state: State, taken: Collection[str]) -> tuple[list[ReleaseNode], list[str]]:
     bound = state.job.max_nodes
     n = 0 if bound is None else len(state.alive) - len(state.releasing) - bound

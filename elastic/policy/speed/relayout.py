@@ -306,6 +306,7 @@ def _can_be_had(state: State, node: Node, now_s: float) -> bool:
     return (
         not (bad and now_s < bad.until_s)
         and hard_limits.affordable(state, pool, -pool.usd_per_node_h, now_s=now_s) != 0
+        and not (state.weighs_rest and hard_limits.too_late(state, pool, now_s=now_s))
     )
 
 

@@ -10,9 +10,10 @@ from elastic.policy.copies.retention import ordered_removal
 from elastic.policy.faults import unreached
 from elastic.policy.faults.failures import process_failed, set_status, without, without_faults
 from elastic.policy.faults.recurring_breaks import recorded
-from elastic.policy.pools import drain, hazard
+from elastic.policy.pools import drain, hard_limits, hazard
 from elastic.policy.speed.speeds import remembered
 from elastic.policy.state import formed_groups, in_phase
+from elastic.policy.state.layered import less
 from elastic.policy.state.state import Aborting, Failure, Request, State
 from elastic.types import (
     Abort,
@@ -44,6 +45,8 @@ KEPT_PLANS = 16  # generations whose layout is remembered: holdings of older one
 def _ordered_nodes(state: State, action: RequestNodes, at_s: float) -> State:
     if action.count == 0:
         asked = state.requests.get(action.request_id)
+        if state.withdraws_at_end and hard_limits.about_to_end(state, at_s):  # it has not said no
+            return replace(state, requests=less(state.requests, action.request_id))
         waited_s = at_s - asked.at_s if asked else 0.0
         return hazard.refused(
             hazard.unanswered(state, action.pool),

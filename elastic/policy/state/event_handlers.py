@@ -137,7 +137,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
             wrong=state.wrong,
             first_started_at_s=first_s,
             history={
-                name: replace(seen, dry_since_s=None, deaths=0)
+                name: replace(seen, dry_since_s=None, deaths=0, reclaimed_starts=0)
                 for name, seen in state.history.items()
             },
             unusable=state.unusable,
@@ -238,6 +238,8 @@ def _notice(state: State, event: Notice, at_s: float) -> State:
         state = hazard.taken(
             replace(state, n_notices=state.n_notices + 1), node, lost=False, known=False, at_s=at_s
         )
+        if state.bounds_reclaims:
+            state = hazard.died(state, node, "it had a notice", at_s=at_s, reclaimed=True)
     return set_status(state, event.node_id, "draining", deadline_s=event.deadline_s)
 
 

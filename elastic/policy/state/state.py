@@ -83,6 +83,7 @@ class PoolSeen:
     dry_s: float = 0.0  # of all droughts that have ended
     droughts: int = 0
     unanswered: int = 0  # requests in a row that were withdrawn, since it gave a node
+    reclaimed_starts: int = 0  # as `deaths`, of a spot pool that had started nodes: by reclaims
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,50 @@ def test_a_pool_whose_nodes_die_at_start_is_asked_again_at_once_and_then_ever_la
     assert "spot" not in story.state.backoff and story.state.history["spot"].deaths == 0
 
 
+def reclaimed_start(story: Story, name: str) -> Decision:
+    """A node comes, and has a notice before it is prepared."""
+    story.tick(NodeReady(Node(name, "spot")), after_s=60)
+    decision = story.tick(Notice(name, story.now_s + 120), after_s=60)
+    if orders(decision, ReleaseNode):
+        story.tick(NodeLost(name, "released"))
+    return decision
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_pool_that_takes_each_node_before_it_is_prepared_is_asked_ever_later(flag: bool) -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=2),), min_workers=2)
+    story.state = replace(story.state, spends_slack=True, counts_taken=True, bounds_reclaims=flag)
+    story.nodes("good")
+    waits = []
+    for k in range(9):
+        decision = reclaimed_start(story, f"n{k}")
+        assert bool(orders(decision, RequestNodes)) == (k < hazard.RECLAIMS_BORNE or not flag)
+        backoff = story.state.backoff.get("spot")
+        if backoff is None:
+            continue
+        assert (
+            f"pool spot: {k + 1} starts in a row were reclaimed before a node was prepared (the "
+            f"last one: it had a notice), retried after {backoff.wait_s:.0f} s" in decision.reason
+        )
+        waits.append(backoff.wait_s)
+        (again,) = orders(story.tick(after_s=backoff.until_s - story.now_s), RequestNodes)
+        assert again.count == 1
+    assert waits == ([30.0, 60.0, 120.0, 240.0, 480.0, 600.0] if flag else [])
+    story.tick(NodeReady(Node("well", "spot")))
+    story.tick(NodePrepared("well"))
+    assert "spot" not in story.state.backoff
+    assert story.state.history["spot"].reclaimed_starts == 0
+
+
+def test_of_a_pool_that_has_started_none_a_notice_is_a_death_like_others() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=1),))
+    story.state = replace(story.state, spends_slack=True, counts_taken=True, bounds_reclaims=True)
+    for k in range(2):
+        reclaimed_start(story, f"n{k}")
+        assert story.state.history["spot"].deaths == k + 1
+    assert story.state.backoff["spot"].deaths == 2
+
+
 def starts_in_vain(story: Story, pool: str, n: int) -> None:
     """Nodes of the pool come, one after the other, and their preparation does not get on."""
     for k in range(n):

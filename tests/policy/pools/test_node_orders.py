@@ -108,3 +108,16 @@ def test_potential_is_what_is_there_plus_what_pools_could_give() -> None:
     assert gpus(state(job=Job.from_plain(job(max_nodes=2)))) == 4
     there = {"a": Node("a", "cheap", 2, "prepared"), "x": Node("x", "cheap", 2, "lost")}
     assert gpus(state(nodes=there)) == 12
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_machines_that_start_without_a_request_count_for_the_budget(flag: bool) -> None:
+    """Such as those of a request that was withdrawn, or that a driver before has made: three start,
+    and the budget bears three."""
+    found = state(
+        pools=(SPOT,),
+        job=Job.from_plain(job(budget_usd=0.02)),
+        instances={"cheap": InstancesSeen("cheap", 3)},
+        counts_starting=flag,
+    )
+    assert asked(found) == ([] if flag else [("cheap", 3)])
