@@ -83,6 +83,8 @@ class Gates:
     # an error that the program raises while a node is prepared is that node's, where others have
     # opened the program, else it ends the run
     spares_the_rest: bool = False
+    # a run whose last steps are lost before they are stored ends at its deadline, else it waits on
+    ends_undone: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))
