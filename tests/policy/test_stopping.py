@@ -220,6 +220,21 @@ def test_what_only_memory_holds_is_saved_in_any_layout(pin: dict[str, Any]) -> N
     assert stopped(story).reason.endswith("last checkpoint at step 4")
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_last_steps_that_are_lost_unsaved_are_not_waited_for_behind_the_deadline(
+    flag: bool,
+) -> None:
+    story = Story(steps=4, deadline_h=1.0)
+    story.state = replace(story.state, ends_undone=flag)
+    story.running("a", "b", steps=4)
+    story.tick(NodeLost("a"), NodeLost("b"))
+    assert story.state.phase == "waiting" and not story.state.stop
+    decision = story.tick(after_s=3600.0)
+    assert bool(orders(decision, Stop)) == flag
+    if flag:
+        assert "the deadline of 1 h is over at step 4 of 4" in stopped(story).reason
+
+
 def test_a_stop_while_nothing_runs_is_immediate() -> None:
     story = Story()
     story.tick(StopAsked("enough"))

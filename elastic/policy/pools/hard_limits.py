@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import floor, inf
 
+from elastic.policy.copies import recovery
 from elastic.policy.pools import hazard
 from elastic.policy.state.state import State, StopWish
 from elastic.types import Pool
@@ -82,7 +83,9 @@ def _by_budget(state: State, at_s: float) -> StopWish | None:
 
 def _by_deadline(state: State, at_s: float) -> StopWish | None:
     end_s = deadline_s(state)
-    if end_s is None or at_s < end_s - save_s(state) or (state.steps and state.step >= state.steps):
+    if end_s is None or at_s < end_s - save_s(state):
+        return None
+    if state.steps and state.step >= state.steps and not (state.ends_undone and _undone(state)):
         return None
     left = state.rest_work
     if state.phase == "running" and state.step_time_s and at_s + left * step_s(state) < end_s:
@@ -92,6 +95,16 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
     # not the moment of each look: what waits for a copy would wait anew
     due_s = end_s - save_s(state) if state.spends_slack else at_s
     return StopWish(f"the deadline of {state.job.deadline_h:g} h is over{where}", due_s, limit=True)
+
+
+def _undone(state: State) -> bool:
+    """All steps were done, and nothing runs, and the last of them are neither stored nor held by
+    anybody: they have to be done again."""
+    owing = state.aborting is not None and state.aborting.owing
+    if state.phase != "waiting" or owing or state.saved_step >= state.steps:
+        return False
+    memory = recovery.from_memory(state)
+    return memory is None or memory.step < state.steps
 
 
 def wakes(state: State, now_s: float) -> list[float]:
