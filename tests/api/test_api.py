@@ -92,22 +92,21 @@ def test_the_backend_knows_how_long_the_datasets_were_unless_they_may_change(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic.cluster.backend.ray_backend.RayBackend", lambda run, *_, **__: run)
-    told = NodePrepared("a", n_samples=1000)
+    event = NodePrepared("a", n_samples=1000)
     nodes = {"a": Node("a", "spot")}
-    state = fold(replace(fold(State(), START, 0.0), nodes=nodes), told, 1.0)
+    state = fold(replace(fold(State(), START, 0.0), nodes=nodes), event, 1.0)
     again = fold(replace(state, step=5), replace(START, epoch=2), 2.0)
 
-    def lengths(start: DriverStarted, before: State | None, **options: Any) -> tuple[int, ...]:
+    def told(before: State | None, **options: Any) -> tuple[Any, bool]:
         lease: Any = None
-        run: Any = prepared(folder, **options)._backend(start, before, None, lease=lease)
-        return tuple(run.lengths)
+        run: Any = prepared(folder, **options)._backend(START, before, None, lease=lease)
+        return run.lengths, run.may_change
 
-    assert lengths(START, None) == ()
-    assert lengths(START, state) == lengths(START, again) == (1000,)
-    assert lengths(START, state, allow_changed=True) == ()
-    assert lengths(replace(START, attached=True), state, allow_changed=True) == (1000,)
+    assert told(None) == ((), False)
+    assert told(state) == told(again) == ((1000,), False)
+    assert told(state, allow_changed=True) == ((1000,), True)
     failed = replace(state, phase="failed")
-    assert lengths(START, failed) == () and lengths(START, replace(failed, step=5)) == (1000,)
+    assert told(failed) == ((1000,), True) and told(replace(failed, step=5)) == ((1000,), False)
 
 
 def test_workers_import_from_a_checkout_and_not_from_the_packages_of_the_driver(

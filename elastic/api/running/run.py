@@ -388,9 +388,8 @@ class JobRun:
             train_function=self.train_function,
             session=self.session or SESSION,
             default_pools=self.default_pools,
-            lengths=before.lengths
-            if before and (start.attached or not self._may_change(before))
-            else (),
+            lengths=before.lengths if before else (),
+            may_change=self._may_change(before),
         )
         return RayBackend(run, cluster, lease, show=self._shown())
 

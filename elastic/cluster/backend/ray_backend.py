@@ -113,8 +113,9 @@ class RayBackend(HostingBackend):
         # embedded nodes are on this host
         there = self.storage if outlives else None
         self.entrance = Entrance(
-            self.worker_group, storage=there, attached=run.attach, lengths=run.lengths
-        )
+            self.worker_group, storage=there, attached=run.attach, lengths=run.lengths,
+            may_change=run.may_change,
+        )  # fmt: skip
         verify = self.commit is None and job.verify_copies
         self.copies = CheckpointCommitter(
             self.storage,
@@ -417,6 +418,7 @@ class RayBackend(HostingBackend):
         self.worker_group.at(node.node_id, self.provider.ray_id(node.node_id) or "")
         events: list[Event] = [event]
         for worker_info in self.before.take(node.node_id):
+            self.entrance.training = True
             if worker_info.prepared:
                 found = NodePrepared(node.node_id, (worker_info.pid,))
                 events += self.gather.add(worker_info.me, found)

@@ -25,8 +25,8 @@ class RayRun:
     the last one of them that is written down. `logs`: a folder for what the workers print; None =
     where Ray puts it. `digests`: step -> running digest of the sample ids, as far as earlier
     drivers knew them; `known`: URIs of checkpoints that they have committed. `default_pools`:
-    nobody has said what the nodes are. `lengths`: of the datasets, as nodes have told them; () =
-    any will do.
+    nobody has said what the nodes are. `lengths`: of the datasets, as nodes have told them;
+    `may_change`: they, and the program, may be others now.
     """
 
     name: str
@@ -47,6 +47,7 @@ class RayRun:
     train_function: bytes = b""
     default_pools: bool = False
     lengths: tuple[int, ...] = ()
+    may_change: bool = False
 
     @property
     def meta(self) -> dict[str, Any]:

@@ -46,13 +46,16 @@ class Entrance:
     """The driver's side. `known`: versions of the run: the driver's own, and what only nodes know
     as the first one told it. `storage`: the run's, which a node may not share or not reach; None =
     it is known to be the same everywhere. `attached`: to workers that another driver has
-    admitted. `lengths`: of the run's datasets; () = the first node that is admitted tells them."""
+    admitted. `training`: some of these were found. `lengths`: of the run's datasets; () = the
+    first node that is admitted tells them; `may_change`: it does so anyway."""
 
     worker_group: WorkerGroup
     known: dict[str, str] = field(default_factory=versions)
     storage: Storage | None = None
     attached: bool = False
+    training: bool = False
     lengths: tuple[int, ...] = ()
+    may_change: bool = False
     _mark: str = ""
     _inside: dict[str, None] = field(default_factory=dict)  # nodes that were admitted, in order
     _asked: dict[str, Prepare] = field(default_factory=dict)  # the last of each node
@@ -145,8 +148,11 @@ class Entrance:
         found = event.admission.versions if event.admission is not None else {}
         if different := version_differences(self.known, found):
             return NodeRefused(node.node_id, different, node.pool)
+        first = not self._inside and not self.training
+        if first and self.may_change:
+            self.lengths, self.may_change = event.lengths, False
         if other := _other_lengths(self.lengths, event.lengths):
-            if not self._inside and not self.attached:
+            if first:
                 raise SpecError(
                     f"node {node.node_id}: {other}: samples would come up twice, or never; bring "
                     "back the data that the run had, or continue with --allow-changed"

@@ -168,9 +168,13 @@ def test_a_run_with_other_data_than_before_is_refused_unless_it_trains(
         SpecError, match=r"^node a: its data is not .*continue with --allow-changed"
     ):
         Entrance(worker_group, lengths=before).passed(event, NODES)
-    going_on = Entrance(worker_group, lengths=before, attached=True)
-    assert isinstance(going_on.passed(event, NODES), NodeRefused), "workers of it may train"
     assert Entrance(worker_group, lengths=event.lengths).passed(event, NODES) == event
+    allowed = Entrance(worker_group, lengths=before, may_change=True)
+    assert allowed.passed(event, NODES) == event
+    late = replace(prepared("b"), n_samples=before[0], phase_lengths=before[1:] and before)
+    assert isinstance(allowed.passed(late, NODES), NodeRefused), "the first one has told"
+    going_on = Entrance(worker_group, lengths=before, training=True, may_change=True)
+    assert isinstance(going_on.passed(event, NODES), NodeRefused), "its workers have the old data"
 
 
 def test_a_refusal_waits_whether_the_neighbor_is_gone() -> None:
