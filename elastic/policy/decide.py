@@ -20,7 +20,7 @@ from elastic.policy.copies.retention import retention
 from elastic.policy.faults import corruption, retries, unreached
 from elastic.policy.faults.left_out import left_out, newcomer
 from elastic.policy.plans import choice_of, enter, from_where, never, with_rehearsals
-from elastic.policy.pools import drain, hard_limits, hazard
+from elastic.policy.pools import drain, hard_limits, hazard, unsaved
 from elastic.policy.pools.node_orders import capacity, missing_capacity, potential, together
 from elastic.policy.pools.release import back_to_spot
 from elastic.policy.speed import relayout, share_rebalance
@@ -369,6 +369,7 @@ def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
             more or Decision(),
             profiling.begun(state)
             or cadence.first(state)
+            or unsaved.saved(state)
             or cadence.adjust(state, now_s)
             or Decision(),
         )

@@ -85,6 +85,18 @@ class Gates:
     spares_the_rest: bool = False
     # a run whose last steps are lost before they are stored ends at its deadline, else it waits on
     ends_undone: bool = False
+    # a reservation that ends before the deadline is not counted among what does the rest of the
+    # work, else it is
+    heeds_ends: bool = False
+    # a checkpoint is taken out of turn where doing again what is not stored would take much of the
+    # slack of the deadline, else the cadence alone says when
+    saves_in_time: bool = False
+    # what a step takes on all on-demand nodes follows from the plans that were measured, else from
+    # the steps so far, in proportion
+    heeds_scaling: bool = False
+    # once the slack of the deadline bears no further reclaim, spot nodes are asked for only where
+    # the on-demand pools say no, else whenever the job can use more
+    spares_last: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

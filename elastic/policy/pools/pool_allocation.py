@@ -15,7 +15,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.cost.memory import USABLE
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.policy.plans import choice_of
-from elastic.policy.pools import deadline, drain, hazard, slack
+from elastic.policy.pools import deadline, drain, hard_limits, hazard, slack
 from elastic.policy.speed import speeds
 from elastic.policy.state.state import Request, State
 from elastic.types import Layout, Node, Pool, is_auto, parse_layout
@@ -75,6 +75,9 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
     first = _shared(state, fixed, floor, why=why, now_s=now_s)
     need = fall_back(state, now_s)
     last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), why=need.why, now_s=now_s)
+    covered = sum(one.nodes for one in last) >= floor + _nodes_for(fixed, need.workers)
+    if need.urgent and covered and state.spares_last:
+        cheap = [pool for pool in cheap if pool.market_type != "spot"]
     others = [PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)]
     return [*first, *(([*last, *others]) if need.urgent else [*others, *last])], need
 
@@ -488,10 +491,12 @@ def _left_behind(state: State) -> int:
     return sum(n.gpus for n in nodes if n.status == "draining" and n.node_id in plan.nodes)
 
 
-@follows_from("pools", "job")
+@follows_from("pools", "job", "first_started_at_s", "heeds_ends")
 def steady_workers(state: State, fixed: Sequence[Pool]) -> int:
-    """The most workers that do not depend on spot."""
-    steady = [pool for pool in state.pools if pool.market_type in ("owned", "reserved")]
+    """The most workers that depend neither on spot nor on what ends before the deadline."""
+    until_s = (hard_limits.deadline_s(state) or 0.0) if state.heeds_ends else 0.0
+    lasting = (p for p in state.pools if p.ends_at_s is None or p.ends_at_s >= until_s)
+    steady = [pool for pool in lasting if pool.market_type in ("owned", "reserved")]
     nodes = sorted(
         [p.gpus_per_node for p in (*fixed, *steady) for _ in range(p.max_nodes)], reverse=True
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from elastic.policy.pools import drain, hard_limits, hazard
+from elastic.policy.speed import measured_steps
 from elastic.policy.state.state import State
 from elastic.types import Node, Pool
 
@@ -94,7 +95,7 @@ def of(state: State, fixed: Pool, workers: int, *, step: float, now_s: float) ->
     if end_s is None or not state.steps or not state.worker_step_s or workers <= 0:
         return None
     left_s = end_s - now_s
-    work_s = state.worker_step_s / workers
+    work_s = measured_steps.worker_s(state, workers) / workers
     rest_s = state.work_between(step, state.steps) * work_s
     all_s = state.work_between(0, state.steps) * work_s
     whole_s = 3600 * (state.job.deadline_h or 0.0) * (1 - KEPT) - all_s

@@ -28,6 +28,8 @@ KEPT_STEPS = 31  # of a plan, the newest
 LEAST_STEPS = 3  # that are believed
 FORWARD = 1 / 3  # of the work of a block: what its ranks time
 SAME = 0.01  # of each other: predictions that say nothing of how times follow them
+TOLD = 1.5  # times as many workers, that say how steps follow their number
+LEAST_POWER = 0.5  # that is believed
 
 
 def with_step(state: State, plan: Plan, event: StepDone) -> tuple[MeasuredSteps, ...]:
@@ -47,11 +49,7 @@ def with_step(state: State, plan: Plan, event: StepDone) -> tuple[MeasuredSteps,
 
 def expected_s(state: State, choice: Choice) -> float:
     """0 = nothing was measured."""
-    seen = [
-        one
-        for one in reversed(state.measured)
-        if len(one.seconds) >= LEAST_STEPS and one.plan.phase == state.job.phase
-    ]
+    seen = _believed(state)
     if not state.expects_measured or not seen:
         return 0.0
     same = [one for one in seen if _parts(one.plan) == _parts(choice)]
@@ -62,6 +60,15 @@ def expected_s(state: State, choice: Choice) -> float:
             if like(one.plan.workers_per_node) == wanted:
                 return median(one.seconds)
     return _scaled(state, choice, seen)
+
+
+def _believed(state: State) -> list[MeasuredSteps]:
+    """The newest first."""
+    return [
+        one
+        for one in reversed(state.measured)
+        if len(one.seconds) >= LEAST_STEPS and one.plan.phase == state.job.phase
+    ]
 
 
 def _parts(of: Plan | Choice) -> tuple[object, ...]:
@@ -126,3 +133,25 @@ def _power(points: Sequence[tuple[float, float]]) -> float | None:
         return None
     slope, _ = linear_regression(predicted, [measured for _, measured in points])
     return min(1.0, max(0.0, slope))
+
+
+def worker_s(state: State, workers: int) -> float:
+    """Worker-seconds of a step on so many workers, as the plans that were measured follow their
+    number: what each step has beside the work that is shared counts the more the more they are.
+    Where these differ too little to tell, as those of the steps so far."""
+    seen = _believed(state) if state.heeds_scaling else []
+    points = [(-log(one.plan.layout.world_size), log(median(one.seconds))) for one in seen]
+    sizes = [at for at, _ in points]
+    power = _power(points) if points and max(sizes) - min(sizes) > log(TOLD) else None
+    if power is None:
+        return state.worker_step_s
+    wanted = -log(workers)
+    at, measured = min(points, key=lambda point: abs(point[0] - wanted))
+    step_s = exp(measured + max(LEAST_POWER, power) * (wanted - at))
+    return workers * step_s / (1 - _waited(state))
+
+
+def _waited(state: State) -> float:
+    """For data, of the newest step."""
+    last = state.last_step
+    return last.data_s / last.step_time_s if last and last.data_s < last.step_time_s else 0.0

@@ -6,15 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.policy.story import Story, orders
+from support.policy.story import Story, durable, orders
 
 from elastic.policy.copies.cadence import durable_every
 from elastic.policy.pools import deadline, hazard, pool_allocation, release, slack
+from elastic.policy.speed import measured_steps
 from elastic.policy.state.fold import PoolSeen, State
-from elastic.policy.state.state import Request
+from elastic.policy.state.state import Backoff, MeasuredSteps, Request
 from elastic.types import (
     DrainNode,
     EnterPlan,
+    Layout,
     Node,
     NodeLost,
     NodePrepared,
@@ -25,6 +27,7 @@ from elastic.types import (
     ReleaseNode,
     RequestFailed,
     RequestNodes,
+    StoreCopy,
 )
 
 SPOT = Pool("spot", "CPU", 1, "spot", 1.0, 0, 4)
@@ -164,6 +167,20 @@ def test_spot_nodes_that_start_leave_room_for_nodes_on_demand(
     assert not orders(story.tick(), RequestNodes), "they are counted among those on demand"
 
 
+@pytest.mark.parametrize(
+    ("flag", "ends_in_s", "n"), [(True, 600.0, 4), (True, 1e6, 6), (False, 600.0, 6)]
+)
+def test_what_ends_before_the_deadline_does_not_do_the_rest(
+    flag: bool, ends_in_s: float, n: int
+) -> None:
+    story = told(20.0, "a", "b")
+    reserved = Pool("reserved", "CPU", 1, "reserved", 1.0, 0, 2, ends_at_s=story.now_s + ends_in_s)
+    job = replace(story.state.job, max_workers=None)
+    pools = (*story.state.pools, reserved)
+    state = replace(story.state, job=job, pools=pools, heeds_ends=flag)
+    assert pool_allocation.steady_workers(state, [FIXED]) == n
+
+
 def test_they_are_kept_until_the_lead_is_wide() -> None:
     story = told(slack.RESERVE + 1, "a", "b", fixed=1)
     assert need(story).workers == 1
@@ -175,6 +192,81 @@ def test_with_less_slack_than_another_start_spot_is_not_counted() -> None:
     assert need(told(1.1, "a", "b", "c", "d")).workers == 0, "they may work on"
     assert need(told(0.9, "a", "b", "c", "d")).workers == 4
     assert need(told(0.6, "a", "b")).workers == 2, "half of the work would start again"
+
+
+# --------------------------------------------------------------------------- what is not stored yet
+
+
+@pytest.mark.parametrize(
+    ("starts", "changes", "asked"),
+    [
+        (4.0, {}, True),
+        (4.0, {"saves_in_time": False}, False),
+        (20.0, {}, False),  # 180 s of 8,000 are no tenth
+        (4.0, {"copy_asked_step": 3}, False),  # it is under way
+        (4.0, {"job": {"durable_every": 0}}, False),
+    ],
+)
+def test_a_checkpoint_is_taken_before_what_is_not_stored_is_much_of_the_slack(
+    starts: float, changes: dict[str, Any], asked: bool
+) -> None:
+    """Three steps that take a minute on demand; the job stores one every 30."""
+    told_with = {"durable_every": 30} | changes.pop("job", {})
+    story = told(starts, "a", "b", **told_with)
+    known = {"saves_in_time": True, "copy_asked_step": 0, "durable": (durable(story, 1).copy,)}
+    story.state = replace(story.state, **(known | changes))
+    decision = story.tick()
+    assert bool(orders(decision, StoreCopy)) == asked
+    if asked:
+        assert "3 steps since the last checkpoint would take 180 s of the 16" in decision.reason
+        assert not orders(story.tick(), StoreCopy), "once"
+
+
+def test_what_no_market_takes_is_not_stored_out_of_turn() -> None:
+    story = told(4.0, "a", "b", fixed=2, durable_every=30)
+    known = (durable(story, 1).copy,)
+    story.state = replace(story.state, saves_in_time=True, copy_asked_step=0, durable=known)
+    assert not orders(story.tick(), StoreCopy)
+
+
+# ------------------------------------------------------------------------ steps on demand, measured
+
+
+@pytest.mark.parametrize(("flag", "worker_s"), [(True, 6 * 30.0), (False, 140.0)])
+def test_the_rest_takes_on_demand_what_the_plans_that_were_measured_say(
+    flag: bool, worker_s: float
+) -> None:
+    """10 s of each step are shared by nobody: on six workers 30 s, and not 140 / 6."""
+    story = told(20.0, "a", "b")
+    plan = story.state.plan
+    assert plan is not None
+    layouts = [(2, 70.0), (3, 50.0), (4, 40.0), (6, 30.0)]
+    seen = tuple(
+        MeasuredSteps(replace(plan, layout=Layout(dp_shard=n)), (step_s,) * 3)
+        for n, step_s in layouts
+    )
+    state = replace(story.state, measured=seen, worker_step_s=140.0, heeds_scaling=flag)
+    assert measured_steps.worker_s(state, 6) == pytest.approx(worker_s)
+    fewer = measured_steps.worker_s(replace(state, measured=seen[:3]), 6)
+    assert fewer == pytest.approx(6 * 28.8 if flag else worker_s, abs=1.0), "as it follows"
+    alike = replace(state, measured=seen[1:3])
+    assert measured_steps.worker_s(alike, 6) == 140.0, "from 3 to 4 workers nothing follows"
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("says_no", [True, False])
+def test_at_the_last_call_spot_is_asked_for_only_where_on_demand_says_no(
+    says_no: bool, flag: bool
+) -> None:
+    story = told(slack.RISKED - 0.1, "a", "b")
+    job = replace(story.state.job, max_workers=None)
+    until = story.now_s + 600.0
+    backoff = {"fixed": Backoff(until, 600.0, "no capacity")} if says_no else {}
+    story.state = replace(story.state, job=job, backoff=backoff, spares_last=flag)
+    wanted = {order.pool: order.count for order in orders(story.tick(), RequestNodes)}
+    assert wanted == ({} if says_no else {"fixed": 2}) | (
+        {"spot": 2} if says_no or not flag else {}
+    )
 
 
 # ---------------------------------------------------------------------------------------- stand-ins
