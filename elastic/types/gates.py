@@ -96,9 +96,6 @@ class Gates:
     spares_the_rest: bool = False
     # a run whose last steps are lost before they are stored ends at its deadline, else it waits on
     ends_undone: bool = False
-    # on-demand nodes for the deadline are asked for beside spot nodes that work and are not
-    # counted, else these take their room
-    asks_beside_risked: bool = False
     # a reservation that ends before the deadline is not counted among what does the rest of the
     # work, else it is
     heeds_ends: bool = False

@@ -45,8 +45,8 @@ class PoolDemand:
 class OnDemandNeed:
     """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of
     them; `urgent`: they are asked for before spot. `beside`: workers of nodes that still start and
-    are not counted, or that may be lost too late, beside which they are asked for although the job
-    can use no more; None = of none, whatever is asked for now."""
+    are not counted, beside which they are asked for although the job can use no more; None = of
+    none, whatever is asked for now."""
 
     workers: int = 0
     why: str = ""
@@ -475,8 +475,6 @@ def _by_slack(
     if spare.behind:
         starting = cheap_workers(state, now_s) - sum(node.gpus for node in ready)
         beside = max(0, starting) if state.asks_beside else None
-        if beside is not None and counted_s < 0 and state.asks_beside_risked:
-            beside += at_risk
         return OnDemandNeed(missing, str(spare), wakes, urgent=spare.last_call, beside=beside)
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
     kept = 0 if spare.ahead else min(have, missing)

@@ -167,18 +167,6 @@ def test_spot_nodes_that_start_leave_room_for_nodes_on_demand(
     assert not orders(story.tick(), RequestNodes), "they are counted among those on demand"
 
 
-@pytest.mark.parametrize(("flag", "n"), [(True, 4), (False, 0)])
-def test_spot_nodes_that_may_be_lost_too_late_leave_room_for_nodes_on_demand(
-    flag: bool, n: int
-) -> None:
-    """The job can use four workers, and four spot nodes work that are not counted any more."""
-    story = told(0.9, "a", "b", "c", "d")
-    story.state = replace(story.state, asks_beside=True, asks_beside_risked=flag)
-    ordered = orders(story.tick(), RequestNodes)
-    assert sum(order.count for order in ordered if order.pool == "fixed") == n
-    assert not orders(story.tick(), RequestNodes), "once"
-
-
 @pytest.mark.parametrize(
     ("flag", "ends_in_s", "n"), [(True, 600.0, 4), (True, 1e6, 6), (False, 600.0, 6)]
 )
