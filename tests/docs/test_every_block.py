@@ -267,6 +267,9 @@ def taken(words: list[str]) -> None:
         of_ray(words[1:])
         if "--" in words:
             taken(words[words.index("--") + 1 :])
+    elif words[0] == "kubectl":
+        assert words[1] in ("apply", "delete", "port-forward", "get")
+        words = [word for word in words if not word.startswith("svc/")]
     else:
         assert words[0] == "export" and re.fullmatch(r"[A-Z_]+=\S+", words[1]), (
             f"'{words[0]}': what checks it?"
@@ -274,7 +277,8 @@ def taken(words: list[str]) -> None:
     for word in words:
         if (
             re.search(r"/|\.(py|yaml)$", word)
-            and not word.startswith(("http", "/", "s3:"))
+            and not word.startswith(("http", "/"))
+            and "://" not in word
             and word not in PLACEHOLDERS
         ):
             assert (ROOT / word).exists() or "--out" in words, f"{word} is not there"

@@ -51,6 +51,8 @@ ON_SHAPES = NOT_THE_FIRST | {"world_size": 1, "step_index": 1}
 SOME_STEPS = 1000  # of a job, where a script that only asks does not say how many itself
 MOST_S = 10.0  # of a body that does not come to its run.step()
 STEPS_MOST_S = 30.0  # of several steps with values
+CALLED_BACK = ("weakref", "_weakrefset")
+AGAIN_S = 0.5  # after an alarm that could not end it
 LATE = "it has not come there in"
 ANY = 1.0  # of a step whose numbers nobody knows
 ROWS = 2  # of one sample a mean cannot be told from a sum
@@ -360,11 +362,12 @@ def _ended_after(seconds: float, program: LoopProgram) -> Iterator[None]:
     """An alarm that somebody else has set is rung when it was to be."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Entered(program, f"{LATE} {seconds:.0f} s")
+        if not _clears_up(frame):
+            raise Entered(program, f"{LATE} {seconds:.0f} s")
 
     began_s = time.monotonic()
     before = signal.signal(signal.SIGALRM, end)
-    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
         yield
     finally:
@@ -373,3 +376,12 @@ def _ended_after(seconds: float, program: LoopProgram) -> Iterator[None]:
         if left_s:
             rest_s = left_s - (time.monotonic() - began_s)
             signal.setitimer(signal.ITIMER_REAL, max(0.001, rest_s), again_s)
+
+
+def _clears_up(frame: FrameType | None) -> bool:
+    """Is this within what Python calls when an object goes? What is raised there is lost."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in CALLED_BACK:
+            return True
+        frame = frame.f_back
+    return False

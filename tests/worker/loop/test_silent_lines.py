@@ -42,6 +42,12 @@ def captured(folder: Path, **parts: str) -> LoopProgram:
     return capture(file, [], 0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine's GPU takes the model")
+def test_a_device_that_the_drivers_machine_has_not(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"train.py, line 8: .*leave \.to\('cuda'\) out, or"):
+        captured(tmp_path, before="model.to('cuda')")
+
+
 @pytest.mark.parametrize(
     "clip",
     [
