@@ -32,6 +32,7 @@ from elastic.text import DAY_S
 
 # names the folder where it is kept, instead of one in the user's cache
 PLACE = "ELASTIC_STATUS"
+NAMED = ".elastic-status"  # how its files end: the folder may hold others
 LEAST_LINES = 2000  # that were read: fewer are read again as fast
 KEEP_S = 10.0  # between two times in one reading: what is interrupted is not for nothing
 KEPT_STEPS = 50_000  # that may still be undone; see Books
@@ -120,7 +121,7 @@ def standing_of_run(run: RunFolder) -> RunStanding:
 def _file(run: RunFolder) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.environ.get(PLACE) or f"{base}/elastic/status").expanduser()
-    return folder / f"{key_of(run.uri)}.json"
+    return folder / f"{key_of(run.uri)}{NAMED}"
 
 
 def _code() -> str:
@@ -144,10 +145,10 @@ def _keep(file: Path, readers: _Readers, growth: JournalGrowth) -> None:
         )  # fmt: skip
         text = json.dumps(plain(kept), separators=(",", ":")).encode()
         file.parent.mkdir(parents=True, exist_ok=True)
-        half = file.with_suffix(f".{os.getpid()}")
+        half = file.with_name(f"{file.name}.{os.getpid()}")
         half.write_bytes(crc_of(text).encode() + b"\n" + text)
         half.replace(file)
-        for other in file.parent.iterdir():
+        for other in file.parent.glob(f"*{NAMED}*"):
             if other.stat().st_mtime < time.time() - OLD_S:
                 other.unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -173,6 +174,22 @@ def test_of_a_short_journal_nothing_is_kept(
     driver(local, long_run()).write()
     standing_of_run(local)
     assert not kept.exists()
+
+
+def test_of_its_folder_it_removes_old_files_of_its_own_only(
+    local: RunFolder, driver: Driver, kept: Path
+) -> None:
+    names = "other-12345678.elastic-status", "other-12345678.elastic-status.77"
+    own = {kept / name for name in names}
+    others = {kept / name for name in ("letter.txt", "other-12345678.json", ".profile")}
+    kept.mkdir()
+    for file in own | others:
+        file.touch()
+        os.utime(file, (0, 0))
+    driver(local, islice(long_run(), 20)).write()
+    standing_of_run(local)
+    (left,) = set(kept.iterdir()) - others
+    assert others < set(kept.iterdir()) and left not in own
 
 
 def cut(file: Path) -> None:
