@@ -39,6 +39,7 @@ KEPT_STEPS = 50_000  # that may still be undone; see Books
 KEPT_PLANS, KEPT_FACTS = 16, 8  # of the newest generations
 TOLD = ("CopyFailed", "CopyDamaged", SKIPPED)  # kinds of notes
 OLD_S = 90 * DAY_S  # what nobody has continued from for so long is removed
+MOST_BYTES = 1e9  # of all runs together: then what was kept first is removed
 
 
 @dataclass
@@ -148,9 +149,17 @@ def _keep(file: Path, readers: _Readers, growth: JournalGrowth) -> None:
         half = file.with_name(f"{file.name}.{os.getpid()}")
         half.write_bytes(crc_of(text).encode() + b"\n" + text)
         half.replace(file)
-        for other in file.parent.glob(f"*{NAMED}*"):
-            if other.stat().st_mtime < time.time() - OLD_S:
-                other.unlink(missing_ok=True)
+        _clear(file.parent)
+
+
+def _clear(folder: Path) -> None:
+    """What is old, and what is too much."""
+    found = [(file, file.stat()) for file in folder.glob(f"*{NAMED}*")]
+    n_bytes, old_s = 0, time.time() - OLD_S
+    for file, stat in sorted(found, key=lambda one: -one[1].st_mtime_ns):
+        n_bytes += stat.st_size
+        if n_bytes > MOST_BYTES or stat.st_mtime < old_s:
+            file.unlink(missing_ok=True)
 
 
 def _known(file: Path) -> tuple[_Readers, JournalPlace | None]:

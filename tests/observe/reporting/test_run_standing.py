@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -190,6 +191,23 @@ def test_of_its_folder_it_removes_old_files_of_its_own_only(
     standing_of_run(local)
     (left,) = set(kept.iterdir()) - others
     assert others < set(kept.iterdir()) and left not in own
+
+
+def test_what_it_keeps_of_all_runs_has_a_limit(
+    local: RunFolder, driver: Driver, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(local, islice(long_run(), 20)).write()
+    standing_of_run(local)
+    (own,) = kept.iterdir()
+    most = 2 * own.stat().st_size + 50
+    monkeypatch.setattr(run_standing, "MOST_BYTES", most)
+    for age_s in (300, 200, 100):
+        file = kept / f"{age_s}-12345678.elastic-status"
+        file.write_bytes(bytes(most // 5))
+        os.utime(file, (time.time() - age_s,) * 2)
+    own.unlink()
+    standing_of_run(local)
+    assert {file.name[:3] for file in kept.iterdir()} == {own.name[:3], "100", "200"}
 
 
 def cut(file: Path) -> None:
