@@ -63,6 +63,8 @@ def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFo
     begins = [run] if run in known else [] if exact else _beginning(run, known)
     if len(begins) == 1:
         return known[begins[0]]
+    if not begins and (submitted := _submitted(run, storage)):
+        return submitted
     what = f"; several begin so: {', '.join(begins[-8:])}" if begins else ""
     near = alike(run, known, 3)
     listed = f"; runs there: {', '.join(list(known)[-8:])}" if known and not begins else ""
@@ -74,8 +76,15 @@ def open_run(run: str, storage: str | None = None, exact: bool = False) -> RunFo
 def _places(run: str, storage: str | None) -> list[str]:
     if "://" in run:
         return [run]
-    own = f"{storage_uri(storage)}/{run}"
-    return [run, own, *([] if storage else [f"{OF_SUBMITTED}/{run}"])]
+    return [run, f"{storage_uri(storage)}/{run}"]
+
+
+def _submitted(run: str, storage: str | None) -> RunFolder | None:
+    """One of `ray job submit`, from a shell that says nothing of where runs lie."""
+    if "://" in run or storage or os.environ.get("ELASTIC_STORAGE"):
+        return None
+    found = RunFolder.of(open_storage(f"{OF_SUBMITTED}/{run}"))
+    return found if found.exists() else None
 
 
 def _beginning(run: str, known: Mapping[str, RunFolder]) -> list[str]:

@@ -146,6 +146,27 @@ def test_a_submitted_job_keeps_its_runs(
     assert prepared(folder, run_name="mine").storage.root == tmp_path / "shared" / "mine"
 
 
+def test_a_short_name_is_that_of_a_run_here_before_one_of_a_submitted_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`elastic stop gpt` stops no other run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ELASTIC_STORAGE", raising=False)
+    submitted, here = (
+        RunFolder.of(open_storage(place))
+        for place in ("~/elastic_runs/gpt", "elastic_runs/gpt-20261201-101010")
+    )
+    submitted.storage.put(JOURNAL, b"")
+    assert find_runs.open_run("gpt").uri == submitted.uri
+    here.storage.put(JOURNAL, b"")
+    assert find_runs.open_run("gpt").uri == here.uri
+    assert find_runs.open_run("gpt", exact=True).uri == submitted.uri
+    monkeypatch.setenv("ELASTIC_STORAGE", str(tmp_path / "shared"))
+    with pytest.raises(SpecError, match="no run 'gpt' here or in .*shared"):
+        find_runs.open_run("gpt")
+
+
 def test_a_cluster_is_drilled_only_when_asked(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

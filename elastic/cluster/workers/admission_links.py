@@ -56,6 +56,10 @@ class Entrance:
     training: bool = False
     lengths: tuple[int, ...] = ()
     may_change: bool = False
+    _told_by: str = ""  # the node that has told the lengths; "" = they were known before
+    # when the first node came with other data: from which one with the right data may still come
+    _hoped: frozenset[str] = frozenset()
+    _refused: set[str] = field(default_factory=set)
     _mark: str = ""
     _inside: dict[str, None] = field(default_factory=dict)  # nodes that were admitted, in order
     _asked: dict[str, Prepare] = field(default_factory=dict)  # the last of each node
@@ -131,7 +135,14 @@ class Entrance:
 
     def passed(self, event: Event, nodes: dict[str, Node]) -> Event:
         """The event as the policy is to hear it: nodes that came together are held against each
-        other here. Raises SpecError where not even the first node has the driver's storage."""
+        other here. Raises SpecError where not even the first node has the driver's storage, or no
+        node the run's data."""
+        heard = self._heard(event, nodes)
+        if isinstance(heard, NodeRefused):
+            self._refused.add(heard.node_id)
+        return heard
+
+    def _heard(self, event: Event, nodes: dict[str, Node]) -> Event:
         node = nodes.get(getattr(event, "node_id", ""))
         if (
             isinstance(event, NodePrepared)
@@ -150,18 +161,24 @@ class Entrance:
             return NodeRefused(node.node_id, different, node.pool)
         first = not self._inside and not self.training
         if first and self.may_change:
-            self.lengths, self.may_change = event.lengths, False
-        if other := _other_lengths(self.lengths, event.lengths):
-            if first:
+            self.lengths, self.may_change = (), False
+        if not self.lengths:
+            self.lengths, self._told_by = event.lengths, node.node_id
+        if other := _other_lengths(self.lengths, event.lengths, self._told_by):
+            if first and not self._others_come(node.node_id, nodes):
                 raise SpecError(
                     f"node {node.node_id}: {other}: samples would come up twice, or never; bring "
                     "back the data that the run had, or continue with --allow-changed"
                 )
             return NodeRefused(node.node_id, other, node.pool)
-        self.lengths = self.lengths or event.lengths
         self.known = {**found, **self.known}
         self._inside[node.node_id] = None
         return event
+
+    def _others_come(self, node_id: str, nodes: dict[str, Node]) -> bool:
+        """Of those that come later none is waited for: they take the place of refused ones."""
+        self._hoped = self._hoped or frozenset(nodes)
+        return bool((self._hoped & nodes.keys()) - self._refused - {node_id})
 
     def doubts(self, event: Event, now_s: float) -> tuple[str, ...]:
         """The neighbors that a refused node did not reach. They may be the ones that are gone: the
@@ -202,9 +219,10 @@ class Entrance:
                 self.storage.delete(f"{PLACE}/{self._mark}")
 
 
-def _other_lengths(run: tuple[int, ...], found: tuple[int, ...]) -> str:
+def _other_lengths(run: tuple[int, ...], found: tuple[int, ...], told_by: str) -> str:
     """Why a node with datasets of these lengths is none for the run; '' = nothing is known."""
     if not run or not found or run == found:
         return ""
     was, now = (" and ".join(map(str, lengths)) for lengths in (run, found))
-    return f"its data is not the run's: {now} samples in the dataset, {was} before"
+    where = f"on node {told_by}, the first one" if told_by else "before"
+    return f"its data is not the run's: {now} samples in the dataset, {was} {where}"

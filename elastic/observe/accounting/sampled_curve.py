@@ -30,9 +30,11 @@ def _numbers() -> Doubles:
 @dataclass
 class SampledCurve:
     """Built by `take`. Of more than MOST steps each second one is kept, or each fourth, and so on
-    (`every`). `rates`: tokens per second, NaN = the step took no time."""
+    (`every`), whatever their numbers are; `since`: steps behind the last that is kept. `rates`:
+    tokens per second, NaN = the step took no time."""
 
     every: int = 1
+    since: int = 0
     steps: Doubles = field(default_factory=_numbers)
     losses: Doubles = field(default_factory=_numbers)
     rates: Doubles = field(default_factory=_numbers)
@@ -42,18 +44,20 @@ class SampledCurve:
         if last is None:
             return
         n, done = bisect_right(self.steps, last), change.event
-        for column in (self.steps, self.losses, self.rates):
-            del column[n:]
-        if isinstance(done, StepDone) and done.step % self.every == 0:
-            took_s = done.step_time_s
-            self.steps.append(done.step)
-            self.losses.append(done.train_loss)
-            self.rates.append(done.tokens / took_s if took_s > 0 else float("nan"))
-            if len(self.steps) > MOST:
-                self._thin()
-
-    def _thin(self) -> None:
-        self.every *= 2
-        kept = [k for k, step in enumerate(self.steps) if step % self.every == 0]
-        for column in (self.steps, self.losses, self.rates):
-            column[:] = array("d", [column[k] for k in kept])
+        if n < len(self.steps):
+            self.since = 0
+            for column in (self.steps, self.losses, self.rates):
+                del column[n:]
+        if not isinstance(done, StepDone):
+            return
+        self.since += 1
+        if n and self.since < self.every:
+            return
+        took_s, self.since = done.step_time_s, 0
+        self.steps.append(done.step)
+        self.losses.append(done.train_loss)
+        self.rates.append(done.tokens / took_s if took_s > 0 else float("nan"))
+        if len(self.steps) > MOST:  # an odd number: the last one stays
+            self.every *= 2
+            for column in (self.steps, self.losses, self.rates):
+                del column[1::2]

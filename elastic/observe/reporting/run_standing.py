@@ -32,12 +32,14 @@ from elastic.text import DAY_S
 
 # names the folder where it is kept, instead of one in the user's cache
 PLACE = "ELASTIC_STATUS"
+NAMED = ".elastic-status"  # how its files end: the folder may hold others
 LEAST_LINES = 2000  # that were read: fewer are read again as fast
 KEEP_S = 10.0  # between two times in one reading: what is interrupted is not for nothing
 KEPT_STEPS = 50_000  # that may still be undone; see Books
 KEPT_PLANS, KEPT_FACTS = 16, 8  # of the newest generations
 TOLD = ("CopyFailed", "CopyDamaged", SKIPPED)  # kinds of notes
 OLD_S = 90 * DAY_S  # what nobody has continued from for so long is removed
+MOST_BYTES = 1e9  # of all runs together: then what was kept first is removed
 
 
 @dataclass
@@ -120,7 +122,7 @@ def standing_of_run(run: RunFolder) -> RunStanding:
 def _file(run: RunFolder) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.environ.get(PLACE) or f"{base}/elastic/status").expanduser()
-    return folder / f"{key_of(run.uri)}.json"
+    return folder / f"{key_of(run.uri)}{NAMED}"
 
 
 def _code() -> str:
@@ -144,12 +146,20 @@ def _keep(file: Path, readers: _Readers, growth: JournalGrowth) -> None:
         )  # fmt: skip
         text = json.dumps(plain(kept), separators=(",", ":")).encode()
         file.parent.mkdir(parents=True, exist_ok=True)
-        half = file.with_suffix(f".{os.getpid()}")
+        half = file.with_name(f"{file.name}.{os.getpid()}")
         half.write_bytes(crc_of(text).encode() + b"\n" + text)
         half.replace(file)
-        for other in file.parent.iterdir():
-            if other.stat().st_mtime < time.time() - OLD_S:
-                other.unlink(missing_ok=True)
+        _clear(file.parent)
+
+
+def _clear(folder: Path) -> None:
+    """What is old, and what is too much."""
+    found = [(file, file.stat()) for file in folder.glob(f"*{NAMED}*")]
+    n_bytes, old_s = 0, time.time() - OLD_S
+    for file, stat in sorted(found, key=lambda one: -one[1].st_mtime_ns):
+        n_bytes += stat.st_size
+        if n_bytes > MOST_BYTES or stat.st_mtime < old_s:
+            file.unlink(missing_ok=True)
 
 
 def _known(file: Path) -> tuple[_Readers, JournalPlace | None]:

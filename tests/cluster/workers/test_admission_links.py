@@ -151,7 +151,9 @@ def test_a_node_with_a_dataset_of_another_length_is_refused() -> None:
     assert isinstance(at.passed(replace(prepared("a"), n_samples=1000), NODES), NodePrepared)
     event = at.passed(replace(prepared("b"), n_samples=1100), NODES)
     assert isinstance(event, NodeRefused) and event.pool == "spot"
-    assert event.reason == "its data is not the run's: 1100 samples in the dataset, 1000 before"
+    assert event.reason == (
+        "its data is not the run's: 1100 samples in the dataset, 1000 on node a, the first one"
+    )
     assert isinstance(at.passed(prepared("b"), NODES), NodePrepared), "an older worker tells none"
 
 
@@ -165,9 +167,9 @@ def test_a_run_with_other_data_than_before_is_refused_unless_it_trains(
     before = (1000, 50) if "phase_lengths" in found else (1000,)
     event = replace(prepared("a"), **found)
     with pytest.raises(
-        SpecError, match=r"^node a: its data is not .*continue with --allow-changed"
+        SpecError, match=r"^node a: its data is not .* before: .*continue with --allow-changed"
     ):
-        Entrance(worker_group, lengths=before).passed(event, NODES)
+        Entrance(worker_group, lengths=before).passed(event, {"a": NODES["a"]})
     assert Entrance(worker_group, lengths=event.lengths).passed(event, NODES) == event
     allowed = Entrance(worker_group, lengths=before, may_change=True)
     assert allowed.passed(event, NODES) == event
@@ -175,6 +177,24 @@ def test_a_run_with_other_data_than_before_is_refused_unless_it_trains(
     assert isinstance(allowed.passed(late, NODES), NodeRefused), "the first one has told"
     going_on = Entrance(worker_group, lengths=before, training=True, may_change=True)
     assert isinstance(going_on.passed(event, NODES), NodeRefused), "its workers have the old data"
+
+
+def test_a_run_ends_for_other_data_only_where_no_node_has_its_own() -> None:
+    """One stale copy that is ready first does not end it."""
+    worker_group: Any = FakeWorkerGroup(*"abcd")
+    stale, right = ([replace(prepared(name), n_samples=n) for name in "abcd"] for n in (1100, 1000))
+    at = Entrance(worker_group, lengths=(1000,))
+    refused = at.passed(stale[0], NODES)
+    assert isinstance(refused, NodeRefused) and refused.reason.endswith("1000 before")
+    assert at.passed(right[1], NODES) == right[1]
+    assert isinstance(at.passed(stale[2], NODES), NodeRefused)
+
+    at, three = Entrance(worker_group, lengths=(1000,)), {name: NODES[name] for name in "abc"}
+    assert isinstance(at.passed(stale[0], three), NodeRefused)
+    assert isinstance(at.passed(NodeRefused("b", "torch 2.0"), NODES), NodeRefused)
+    assert isinstance(at.passed(stale[3], NODES), NodeRefused), "it took the place of a"
+    with pytest.raises(SpecError, match="^node c: its data is not the run's: 1100"):
+        at.passed(stale[2], NODES)
 
 
 def test_a_refusal_waits_whether_the_neighbor_is_gone() -> None:

@@ -4,8 +4,11 @@ it."""
 from __future__ import annotations
 
 import io
+import os
+import time
 from collections.abc import Callable, Iterator
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -32,10 +35,10 @@ from elastic.observe.reporting import run_standing
 from elastic.observe.reporting.run_seen import RunStanding, seen_of, seen_of_run
 from elastic.observe.reporting.run_standing import PLACE, standing_of_run
 from elastic.observe.status_picture import StatusPicture
-from elastic.policy.state.fold import EMPTY, changes
+from elastic.policy.state.fold import EMPTY, Change, changes
 from elastic.sim.sim_backend import SimBackend
 from elastic.storage import LocalStorage, Storage
-from elastic.types import DriverStarted, Job
+from elastic.types import DriverStarted, Job, StepDone
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +178,39 @@ def test_of_a_short_journal_nothing_is_kept(
     assert not kept.exists()
 
 
+def test_of_its_folder_it_removes_old_files_of_its_own_only(
+    local: RunFolder, driver: Driver, kept: Path
+) -> None:
+    names = "other-12345678.elastic-status", "other-12345678.elastic-status.77"
+    own = {kept / name for name in names}
+    others = {kept / name for name in ("letter.txt", "other-12345678.json", ".profile")}
+    kept.mkdir()
+    for file in own | others:
+        file.touch()
+        os.utime(file, (0, 0))
+    driver(local, islice(long_run(), 20)).write()
+    standing_of_run(local)
+    (left,) = set(kept.iterdir()) - others
+    assert others < set(kept.iterdir()) and left not in own
+
+
+def test_what_it_keeps_of_all_runs_has_a_limit(
+    local: RunFolder, driver: Driver, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(local, islice(long_run(), 20)).write()
+    standing_of_run(local)
+    (own,) = kept.iterdir()
+    most = 2 * own.stat().st_size + 50
+    monkeypatch.setattr(run_standing, "MOST_BYTES", most)
+    for age_s in (300, 200, 100):
+        file = kept / f"{age_s}-12345678.elastic-status"
+        file.write_bytes(bytes(most // 5))
+        os.utime(file, (time.time() - age_s,) * 2)
+    own.unlink()
+    standing_of_run(local)
+    assert {file.name[:3] for file in kept.iterdir()} == {own.name[:3], "100", "200"}
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
 
@@ -273,15 +309,32 @@ def test_of_very_many_steps_an_even_part_is_kept(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, "MOST", 64)
     part = seen_of(LongRun(3, 900, 4).lines())
     curve, trend = whole.view.curve(), part.trend
-    kept = [p for p in curve if p.step % trend.every == 0]
+    kept = [p for p in curve if p.step in trend.steps]
     assert trend.every > 8 and 32 <= len(kept) <= 64
     assert list(trend.steps) == [p.step for p in kept]
     assert list(trend.losses) == [p.train_loss for p in kept]
+    gaps = [b.step - a.step for a, b in pairwise(kept)]
+    assert kept[0].step == curve[0].step and max(gaps) < 2 * trend.every
     some, every = part.evidence.main, whole.evidence.main
     assert some is not None and every is not None
     assert some.spent_s == every.spent_s and some.n_seen == every.n_seen
     assert 32 <= len(some.steps_s) <= 64 and len(some.computing_s) <= 64
     assert some.step_s == pytest.approx(every.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("between", [2, 10, 100])
+def test_an_even_part_is_kept_of_steps_with_any_numbers(
+    monkeypatch: pytest.MonkeyPatch, between: int
+) -> None:
+    """All odd, as of a log line after 99 steps, 199 and so on."""
+    monkeypatch.setattr(sampled_curve, "MOST", 64)
+    trend, numbers = SampledCurve(), range(between - 1, 1000 * between, between)
+    for n, step in enumerate(numbers):
+        done = StepDone(1, step, 1.0, 8, 0.1)
+        after = replace(EMPTY, last_step=done)
+        trend.take(Change(EMPTY, done, 0.0, after))
+        assert min(n, 32) <= len(trend.steps) <= 64
+    assert list(trend.steps) == list(numbers[:: trend.every])
 
 
 def test_the_trend_is_of_the_steps_that_count() -> None:
