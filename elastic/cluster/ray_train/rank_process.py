@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +27,11 @@ from typing import IO, Any
 
 from elastic.cluster.local.local_cluster import visible_gpus
 from elastic.cluster.ray.processes import free_port
-from elastic.cluster.ray_train.script_checkpoints import ReportedCheckpoints, copies_of
+from elastic.cluster.ray_train.script_checkpoints import (
+    ReportedCheckpoints,
+    copies_of,
+    remove_copies,
+)
 from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
 from elastic.cluster.ray_train.script_output import BAR, StepReader, error_part
 from elastic.cluster.ray_train.script_questions import Questions, naps
@@ -335,10 +338,7 @@ class RankProcess:
     def _remove_copies(self, place: RankPlace, older: bool = False) -> None:
         """The first rank of a node does it for all."""
         if place.local_rank == 0 and self._questions is not None:
-            mine = self._copies
-            for folder in mine.parent.glob("*") if older else [mine.parent]:
-                if folder != mine:
-                    shutil.rmtree(folder, ignore_errors=True)
+            remove_copies(self._copies.parent, but=self._copies.name if older else "")
 
     def _look(self, child: subprocess.Popen[str], place: RankPlace) -> None:
         now_s = time.monotonic()
