@@ -36,6 +36,12 @@ def report_of(key: str) -> int:
     return int(_name(key).partition("-")[2])
 
 
+def generation_for(generation: int, newest: str) -> int:
+    """By which a group names what it reports: behind the newest one that it has found, also where
+    the run's journal was cut and generations are counted anew."""
+    return max(generation, int(_name(newest).partition("-")[0]) + 1) if newest else generation
+
+
 def copies_of(run_uri: str, node_id: str) -> Path:
     """Where a node keeps what it has fetched of them, in a folder for each generation."""
     base = Path(tempfile.gettempdir(), f"{OF_NODE}{os.getuid()}")
