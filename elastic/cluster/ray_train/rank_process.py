@@ -32,7 +32,7 @@ from elastic.cluster.ray_train.script_checkpoints import (
     copies_of,
     remove_copies,
 )
-from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
+from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS, UNREACHED
 from elastic.cluster.ray_train.script_output import BAR, StepReader, error_part
 from elastic.cluster.ray_train.script_questions import Questions, naps
 from elastic.storage import open_storage
@@ -437,7 +437,9 @@ class RankProcess:
             return [self._failed("infrastructure", why)]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         last = error_part("\n".join(self._tail)).strip().splitlines()[-1:] or ["it wrote nothing"]
-        return [self._failed("program", f"rank {self.rank} ({how}): {last[0].strip()}")]
+        unreached = code == UNREACHED and self._questions is not None
+        kind = "infrastructure" if unreached else "program"
+        return [self._failed(kind, f"rank {self.rank} ({how}): {last[0].strip()}")]
 
     def _failed(self, kind: Any, why: str) -> WorkerFailed:
         return WorkerFailed(self.me, self.plan.generation, kind, why)

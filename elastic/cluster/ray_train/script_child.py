@@ -15,11 +15,13 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 PARENT, QUESTIONS = "ELASTIC_SUPERVISOR", "ELASTIC_RAY_TRAIN"  # its pid; what the worker is told
 PR_SET_PDEATHSIG = 1
+UNREACHED = os.EX_TEMPFAIL  # exit code of a script that storage's failure has ended
 
 
 def main() -> None:
@@ -32,12 +34,19 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-u", script, *arguments])
     from elastic.cluster.ray._ray_private import become_train_worker
     from elastic.cluster.ray_train.script_worker import ScriptTrainWorker
+    from elastic.errors import StorageFailed
 
     told = json.loads(text)
     ask = asker(socket.socket(fileno=told["socket"]))
     become_train_worker(ScriptTrainWorker(ask, told))
     sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.abspath(script))
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except StorageFailed as error:
+        if error.exit_code != StorageFailed.exit_code:  # somebody has to do something first
+            raise
+        traceback.print_exc()
+        sys.exit(UNREACHED)
 
 
 def asker(supervisor: socket.socket) -> Callable[..., Any]:

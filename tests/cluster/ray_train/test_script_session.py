@@ -297,6 +297,18 @@ def test_a_process_that_is_killed_from_outside_is_no_error_of_the_script(made: M
     assert failed.error == "the process of rank 0 was killed from outside (signal 9)"
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"), [("StorageFailed", "infrastructure"), ("StorageFull", "program")]
+)
+def test_storage_that_does_not_answer_is_no_error_of_the_script(
+    made: Made, error: str, kind: str
+) -> None:
+    group = made(A, script=f"import ray.train, elastic.errors as e\nraise e.{error}('no answer')\n")
+    group.enter()
+    (failed,) = group.all(WorkerFailed, 1)
+    assert (failed.kind, failed.error.rpartition(": ")[2]) == (kind, "no answer")
+
+
 def test_a_notice_ends_who_listens_and_leaves_the_other_alone(made: Made) -> None:
     group = made(A, C, script=MEETS + f"if rank == 0:\n    exec({LISTENS!r})\n" + STAYS)
     group.enter()
