@@ -21,6 +21,10 @@ from typing import Any
 
 PARENT, QUESTIONS = "ELASTIC_SUPERVISOR", "ELASTIC_RAY_TRAIN"  # its pid; what the worker is told
 PR_SET_PDEATHSIG = 1
+IN_HANDLER = (
+    "ray.train: '{what}' is asked by a signal's handler in the middle of such a call; let the "
+    "handler set a flag, and ask where the script reads it"
+)
 UNREACHED = os.EX_TEMPFAIL  # exit code of a script that storage's failure has ended
 
 
@@ -51,16 +55,28 @@ def main() -> None:
 
 def asker(supervisor: socket.socket) -> Callable[..., Any]:
     """A function that asks the supervisor, as `Questions` reads it; it waits, as Ray Train's own
-    does, until every rank has asked. None: nobody answers any more."""
+    does, until every rank has asked. None: nobody answers any more. It raises RuntimeError in a
+    signal's handler that has come while its thread waits: it would wait for itself."""
     lock, answers = threading.Lock(), supervisor.makefile("r")
+    waiting: set[int] = set()  # threads
 
-    def ask(**question: Any) -> Any:
+    def exchange(question: dict[str, Any]) -> Any:
         with lock:
             try:
                 supervisor.sendall(json.dumps(question).encode() + b"\n")
                 return json.loads(answers.readline() or "null")
             except OSError:
                 return None
+
+    def ask(**question: Any) -> Any:
+        me = threading.get_ident()
+        if me in waiting:
+            raise RuntimeError(IN_HANDLER.format(what=question["ask"]))
+        waiting.add(me)
+        try:
+            return exchange(question)
+        finally:
+            waiting.discard(me)
 
     return ask
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -97,4 +99,27 @@ def test_one_rank_alone_asks_nobody() -> None:
     ask = asker(theirs)
     assert ask(ask=REPORT, said="x", given=True) == ["x", 1]
     assert ask(ask=NOTICE) == json.loads(json.dumps(NOTED)) and questions.noticed
+    theirs.close()
+
+
+def test_a_handler_that_asks_in_the_middle_of_a_question_is_told_so() -> None:
+    mine, theirs = socket.socketpair()
+    ask = asker(theirs)
+    before = signal.signal(signal.SIGTERM, lambda *_: ask(ask=REPORT))
+
+    def answer() -> None:
+        mine.recv(100)  # it waits now
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="'report' is asked by a signal's handler"):
+            ask(ask=REPORT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        thread.join()
+    mine.sendall(b"1\n")
+    assert ask(ask=NOTICE) == 1, "it can ask again"
+    mine.close()
     theirs.close()
