@@ -217,6 +217,8 @@ class RankProcess:
         for event in events:
             if not (asked and isinstance(event, WorkerFailed | ScriptEnded)):
                 self.put(event)
+                if isinstance(event, ScriptEnded) and self._questions is not None:
+                    self._questions.ended()
         if asked and not any(isinstance(event, Quiesced) for event in events):
             self.put(Quiesced(self.me, self.plan.generation, self.step))
 

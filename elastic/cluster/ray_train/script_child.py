@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from elastic.cluster.ray_train.script_questions import ERROR
+
 PARENT, QUESTIONS = "ELASTIC_SUPERVISOR", "ELASTIC_RAY_TRAIN"  # its pid; what the worker is told
 PR_SET_PDEATHSIG = 1
 IN_HANDLER = (
@@ -64,9 +66,12 @@ def asker(supervisor: socket.socket) -> Callable[..., Any]:
         with lock:
             try:
                 supervisor.sendall(json.dumps(question).encode() + b"\n")
-                return json.loads(answers.readline() or "null")
+                found = json.loads(answers.readline() or "null")
             except OSError:
                 return None
+        if isinstance(found, dict) and ERROR in found:
+            raise RuntimeError(found[ERROR])
+        return found
 
     def ask(**question: Any) -> Any:
         me = threading.get_ident()

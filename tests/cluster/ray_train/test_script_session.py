@@ -481,6 +481,15 @@ def test_ranks_answer_each_other_without_the_driver_that_started_them(
 
 
 @pytest.mark.e2e
+def test_a_rank_that_reports_once_more_than_another_fails(made: Made) -> None:
+    more = "import ray.train\nfor _ in range(2 - rank):\n    ray.train.report({})\n"
+    group = made(A, C, script=MEETS + more)
+    group.enter()
+    (failed,) = group.all(WorkerFailed, 1)
+    assert (failed.worker, failed.kind) == (A, "program") and "rank 1 has ended" in failed.error
+
+
+@pytest.mark.e2e
 def test_who_was_told_of_a_notice_may_leave_with_any_code(made: Made) -> None:
     """It is not the end of the script: the next group resumes from what it has saved."""
     group = made(A, C, script=MEETS + ASKS + "sys.exit(rank)\n")
