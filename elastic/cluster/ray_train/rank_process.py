@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,8 +27,12 @@ from typing import IO, Any
 
 from elastic.cluster.local.local_cluster import visible_gpus
 from elastic.cluster.ray.processes import free_port
-from elastic.cluster.ray_train.script_checkpoints import ReportedCheckpoints, copies_of
-from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS
+from elastic.cluster.ray_train.script_checkpoints import (
+    ReportedCheckpoints,
+    copies_of,
+    remove_copies,
+)
+from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS, UNREACHED
 from elastic.cluster.ray_train.script_output import BAR, StepReader, error_part
 from elastic.cluster.ray_train.script_questions import Questions, naps
 from elastic.storage import open_storage
@@ -214,6 +217,8 @@ class RankProcess:
         for event in events:
             if not (asked and isinstance(event, WorkerFailed | ScriptEnded)):
                 self.put(event)
+                if isinstance(event, ScriptEnded) and self._questions is not None:
+                    self._questions.ended()
         if asked and not any(isinstance(event, Quiesced) for event in events):
             self.put(Quiesced(self.me, self.plan.generation, self.step))
 
@@ -335,10 +340,7 @@ class RankProcess:
     def _remove_copies(self, place: RankPlace, older: bool = False) -> None:
         """The first rank of a node does it for all."""
         if place.local_rank == 0 and self._questions is not None:
-            mine = self._copies
-            for folder in mine.parent.glob("*") if older else [mine.parent]:
-                if folder != mine:
-                    shutil.rmtree(folder, ignore_errors=True)
+            remove_copies(self._copies.parent, but=self._copies.name if older else "")
 
     def _look(self, child: subprocess.Popen[str], place: RankPlace) -> None:
         now_s = time.monotonic()
@@ -437,7 +439,9 @@ class RankProcess:
             return [self._failed("infrastructure", why)]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         last = error_part("\n".join(self._tail)).strip().splitlines()[-1:] or ["it wrote nothing"]
-        return [self._failed("program", f"rank {self.rank} ({how}): {last[0].strip()}")]
+        unreached = code == UNREACHED and self._questions is not None
+        kind = "infrastructure" if unreached else "program"
+        return [self._failed(kind, f"rank {self.rank} ({how}): {last[0].strip()}")]
 
     def _failed(self, kind: Any, why: str) -> WorkerFailed:
         return WorkerFailed(self.me, self.plan.generation, kind, why)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.cluster.workers.output import make_folder
+from elastic.cluster.workers.output import check_own, make_folder
 from elastic.ledger.run_folder import OF_NODE, key_of
 from elastic.storage import LocalStorage, Storage
 
@@ -36,10 +36,27 @@ def report_of(key: str) -> int:
     return int(_name(key).partition("-")[2])
 
 
+def generation_for(generation: int, newest: str) -> int:
+    """By which a group names what it reports: behind the newest one that it has found, also where
+    the run's journal was cut and generations are counted anew."""
+    return max(generation, int(_name(newest).partition("-")[0]) + 1) if newest else generation
+
+
 def copies_of(run_uri: str, node_id: str) -> Path:
     """Where a node keeps what it has fetched of them, in a folder for each generation."""
     base = Path(tempfile.gettempdir(), f"{OF_NODE}{os.getuid()}")
     return base / f"{key_of(run_uri)}-{node_id}"
+
+
+def remove_copies(copies: Path, but: str = "") -> None:
+    """All that the node keeps there, or all but those of one generation; nothing where the folder
+    is not this user's own."""
+    with suppress(OSError):
+        check_own(copies.parent)
+        if not copies.is_symlink():
+            for folder in list(copies.iterdir()) if but else [copies]:
+                if folder.name != but:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,19 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
+from elastic.cluster.ray_train.script_questions import ERROR
+
 PARENT, QUESTIONS = "ELASTIC_SUPERVISOR", "ELASTIC_RAY_TRAIN"  # its pid; what the worker is told
 PR_SET_PDEATHSIG = 1
+IN_HANDLER = (
+    "ray.train: '{what}' is asked by a signal's handler in the middle of such a call; let the "
+    "handler set a flag, and ask where the script reads it"
+)
+UNREACHED = os.EX_TEMPFAIL  # exit code of a script that storage's failure has ended
 
 
 def main() -> None:
@@ -32,26 +40,48 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-u", script, *arguments])
     from elastic.cluster.ray._ray_private import become_train_worker
     from elastic.cluster.ray_train.script_worker import ScriptTrainWorker
+    from elastic.errors import StorageFailed
 
     told = json.loads(text)
     ask = asker(socket.socket(fileno=told["socket"]))
     become_train_worker(ScriptTrainWorker(ask, told))
     sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.abspath(script))
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except StorageFailed as error:
+        if error.exit_code != StorageFailed.exit_code:  # somebody has to do something first
+            raise
+        traceback.print_exc()
+        sys.exit(UNREACHED)
 
 
 def asker(supervisor: socket.socket) -> Callable[..., Any]:
     """A function that asks the supervisor, as `Questions` reads it; it waits, as Ray Train's own
-    does, until every rank has asked. None: nobody answers any more."""
+    does, until every rank has asked. None: nobody answers any more. It raises RuntimeError in a
+    signal's handler that has come while its thread waits: it would wait for itself."""
     lock, answers = threading.Lock(), supervisor.makefile("r")
+    waiting: set[int] = set()  # threads
 
-    def ask(**question: Any) -> Any:
+    def exchange(question: dict[str, Any]) -> Any:
         with lock:
             try:
                 supervisor.sendall(json.dumps(question).encode() + b"\n")
-                return json.loads(answers.readline() or "null")
+                found = json.loads(answers.readline() or "null")
             except OSError:
                 return None
+        if isinstance(found, dict) and ERROR in found:
+            raise RuntimeError(found[ERROR])
+        return found
+
+    def ask(**question: Any) -> Any:
+        me = threading.get_ident()
+        if me in waiting:
+            raise RuntimeError(IN_HANDLER.format(what=question["ask"]))
+        waiting.add(me)
+        try:
+            return exchange(question)
+        finally:
+            waiting.discard(me)
 
     return ask
 

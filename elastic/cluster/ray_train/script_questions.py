@@ -27,6 +27,14 @@ WAITS = (
 )
 
 
+ENDED = "ray.train.{what}(): rank {rank} has ended; all {ranks} must call it equally often"
+ANY, ERROR = "any", "error"
+
+
+class RankEnded(Exception):
+    """One for which this rank would wait has ended, and well."""
+
+
 class GroupEnds(Exception):
     """The process that has asked is gone."""
 
@@ -58,8 +66,18 @@ class Questions:
         ends = (OSError, RuntimeError, GroupEnds)
         with script, script.makefile("r") as lines, suppress(*ends):
             for line in lines:
-                found = self._answer(**json.loads(line))
+                try:
+                    found = self._answer(**json.loads(line))
+                except RankEnded as error:
+                    found = {ERROR: str(error)}
                 script.sendall(json.dumps(found).encode() + b"\n")
+
+    def ended(self) -> None:
+        """The script of this rank has: nobody is to wait for it."""
+        if self.store is not None:
+            with suppress(OSError, RuntimeError):  # the store's host is gone
+                for key in (self.rank, ANY):
+                    self.store.set(f"ended/{key}", str(self.rank))
 
     def _answer(self, ask: str, said: Any = None, given: bool = False) -> Any:
         if ask != NOTICE:
@@ -91,10 +109,16 @@ class Questions:
         return found, n_given
 
     def _wait(self, key: str, ask: str) -> None:
+        """For all ranks, or of a notice for rank 0. Raises GroupEnds, RankEnded."""
         long_s = time.monotonic() + LONG_S
+        ended = f"ended/{0 if ask == NOTICE else ANY}"
         for _ in naps(self.store, key):
             if self.over():
                 raise GroupEnds
+            # who has ended may have been the last one to come
+            if self.store.check([ended]) and not self.store.check([key]):
+                rank, ranks = int(self.store.get(ended)), n_of(self.world, "rank")
+                raise RankEnded(ENDED.format(what=ask, rank=rank, ranks=ranks))
             if ask != STORED and time.monotonic() > long_s:
                 long_s = float("inf")
                 ranks = n_of(self.world, "rank")

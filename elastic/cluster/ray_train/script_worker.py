@@ -14,7 +14,12 @@ from typing import Any
 import ray.train
 
 from elastic.cluster.ray import _ray_private
-from elastic.cluster.ray_train.script_checkpoints import ReportedCheckpoints, key_in, report_of
+from elastic.cluster.ray_train.script_checkpoints import (
+    ReportedCheckpoints,
+    generation_for,
+    key_in,
+    report_of,
+)
 from elastic.cluster.ray_train.script_output import REPORT_LINE
 from elastic.cluster.ray_train.script_questions import NOTICE, REPORT, STORED
 from elastic.config.numbers.logged_names import NAMES_MOST, number_of
@@ -35,12 +40,13 @@ class ScriptTrainWorker:
     a copy of it may lie."""
 
     def __init__(self, ask: Callable[..., Any], told: Mapping[str, Any]) -> None:
-        self._ask, self._run_uri, self._generation = ask, told["run_uri"], told["generation"]
+        self._ask, self._run_uri = ask, told["run_uri"]
         self._ranks = {name: int(os.environ[variable]) for name, variable in RANKS.items()}
         self._stored = ReportedCheckpoints(open_storage(self._run_uri))
         self._copies = Path(told["copies"])
         self._resumed: bool = told["resumed"]
         self._newest: str = told["checkpoint"]
+        self._generation = generation_for(told["generation"], self._newest)
         self._n_reports = report_of(self._newest) if self._newest else 0
         self._names: set[str] = set()
 

@@ -176,10 +176,15 @@ def make_folder(folder: Path) -> None:
     base = folder.parent
     if base.name.startswith(OF_NODE):
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = base.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PermissionError(errno.EPERM, "it is not a folder of this user alone", str(base))
+        check_own(base)
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_own(folder: Path) -> None:
+    """Raises PermissionError where others may enter it or it is a link; OSError."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "it is not a folder of this user alone", str(folder))
 
 
 def open_log(path: Path) -> int:

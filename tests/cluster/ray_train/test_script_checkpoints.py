@@ -12,6 +12,7 @@ from elastic.cluster.ray_train.script_checkpoints import (
     ReportedCheckpoints,
     copies_of,
     key_in,
+    remove_copies,
     report_of,
 )
 from elastic.storage import LocalStorage, Storage
@@ -109,3 +110,27 @@ def test_a_folder_that_others_may_write_is_not_used(
     copies.parent.parent.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="not a folder of this user alone"):
         stored.local(key, copies)
+
+
+@pytest.mark.parametrize("how", ["link", "open", "own", "link inside"])
+def test_copies_are_removed_from_a_folder_of_this_user_alone(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    copies = copies_of("s3://bucket/r", "a")
+    base, home = copies.parent, tmp_path / "home"
+    there = home if how.startswith("link") else base
+    target = there if how == "link inside" else there / copies.name
+    for generation in ("1", "2"):
+        (target / generation).mkdir(parents=True)
+    there.chmod(0o755 if how == "open" else 0o700)
+    if how == "link":
+        base.symlink_to(home)
+    elif how == "link inside":
+        base.mkdir(mode=0o700)
+        copies.symlink_to(home)
+    remove_copies(copies, but="2")
+    left = sorted(folder.name for folder in target.iterdir())
+    assert left == (["2"] if how == "own" else ["1", "2"])
+    remove_copies(copies)
+    assert target.exists() == (how != "own")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -90,6 +92,21 @@ def test_who_waits_long_says_for_whom_and_ends_with_its_process(
         assert alone.result(30) is None
 
 
+def test_who_waits_for_a_rank_that_has_ended_is_told_so(ranks: Ranks) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ranks.ask[k], ask=REPORT, said="x", given=True) for k in (0, 2)]
+        ranks.of[1].ended()
+        for one in waiting:
+            with pytest.raises(RuntimeError, match=r"report\(\): rank 1 has ended; all 3 ranks"):
+                one.result(30)
+    with ThreadPoolExecutor(2) as pool:  # of a notice only rank 0 says something
+        late = pool.submit(ranks.ask[2], ask=NOTICE)
+        assert ranks.ask[0](ask=NOTICE) is None and late.result(30) is None
+    ranks.of[0].ended()
+    with pytest.raises(RuntimeError, match="rank 0 has ended"):
+        ranks.ask[2](ask=NOTICE)
+
+
 def test_one_rank_alone_asks_nobody() -> None:
     questions = Questions(0, 1, None, notice=lambda: NOTED, over=lambda: False)
     mine, theirs = socket.socketpair()
@@ -97,4 +114,27 @@ def test_one_rank_alone_asks_nobody() -> None:
     ask = asker(theirs)
     assert ask(ask=REPORT, said="x", given=True) == ["x", 1]
     assert ask(ask=NOTICE) == json.loads(json.dumps(NOTED)) and questions.noticed
+    theirs.close()
+
+
+def test_a_handler_that_asks_in_the_middle_of_a_question_is_told_so() -> None:
+    mine, theirs = socket.socketpair()
+    ask = asker(theirs)
+    before = signal.signal(signal.SIGTERM, lambda *_: ask(ask=REPORT))
+
+    def answer() -> None:
+        mine.recv(100)  # it waits now
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="'report' is asked by a signal's handler"):
+            ask(ask=REPORT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        thread.join()
+    mine.sendall(b"1\n")
+    assert ask(ask=NOTICE) == 1, "it can ask again"
+    mine.close()
     theirs.close()

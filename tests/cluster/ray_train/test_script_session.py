@@ -297,6 +297,18 @@ def test_a_process_that_is_killed_from_outside_is_no_error_of_the_script(made: M
     assert failed.error == "the process of rank 0 was killed from outside (signal 9)"
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"), [("StorageFailed", "infrastructure"), ("StorageFull", "program")]
+)
+def test_storage_that_does_not_answer_is_no_error_of_the_script(
+    made: Made, error: str, kind: str
+) -> None:
+    group = made(A, script=f"import ray.train, elastic.errors as e\nraise e.{error}('no answer')\n")
+    group.enter()
+    (failed,) = group.all(WorkerFailed, 1)
+    assert (failed.kind, failed.error.rpartition(": ")[2]) == (kind, "no answer")
+
+
 def test_a_notice_ends_who_listens_and_leaves_the_other_alone(made: Made) -> None:
     group = made(A, C, script=MEETS + f"if rank == 0:\n    exec({LISTENS!r})\n" + STAYS)
     group.enter()
@@ -466,6 +478,15 @@ def test_ranks_answer_each_other_without_the_driver_that_started_them(
     group.all(Quiesced, 2)
     told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("told")]
     assert told == ["told [1]"] * 2
+
+
+@pytest.mark.e2e
+def test_a_rank_that_reports_once_more_than_another_fails(made: Made) -> None:
+    more = "import ray.train\nfor _ in range(2 - rank):\n    ray.train.report({})\n"
+    group = made(A, C, script=MEETS + more)
+    group.enter()
+    (failed,) = group.all(WorkerFailed, 1)
+    assert (failed.worker, failed.kind) == (A, "program") and "rank 1 has ended" in failed.error
 
 
 @pytest.mark.e2e

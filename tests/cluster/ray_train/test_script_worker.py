@@ -72,6 +72,18 @@ def test_what_was_reported_last_is_there_in_the_next_group(
     assert capsys.readouterr().out.startswith("ray.train.report 3: ")
 
 
+def test_reports_after_a_cut_journal_are_newer_than_those_before(
+    place: Path, tmp_path: Path
+) -> None:
+    stored = ReportedCheckpoints(LocalStorage(place))
+    made(place, generation=12).report({"loss": 2.0}, checkpoint=saved(tmp_path / "a", "one"))
+    for generation, text in ((3, "two"), (4, "three")):  # counted anew
+        after = made(place, stored.newest(), generation)
+        after.report({"loss": 1.5}, checkpoint=saved(tmp_path / "a", text))
+        found = made(place, stored.newest(), generation + 1).get_checkpoint()
+        assert found is not None and (Path(found.path) / "state").read_text() == text
+
+
 def test_what_has_no_meaning_is_refused_by_its_name(place: Path, tmp_path: Path) -> None:
     worker, checkpoint = made(place), saved(tmp_path / "a", "one")
     given: dict[str, Any] = {
