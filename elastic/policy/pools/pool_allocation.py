@@ -44,7 +44,7 @@ class PoolDemand:
 @dataclass(frozen=True)
 class OnDemandNeed:
     """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of
-    them; `urgent`: they are asked for before spot. `beside`: workers of nodes that still start and
+    them; `urgent`: they are asked for before spot; `alone`: and in place of it. `beside`: workers of nodes that still start and
     are not counted, beside which they are asked for although the job can use no more; None = of
     none, whatever is asked for now."""
 
@@ -53,6 +53,7 @@ class OnDemandNeed:
     wakes: tuple[float, ...] = ()
     note: str = ""
     urgent: bool = False
+    alone: bool = False
     beside: int | None = None
 
 
@@ -76,7 +77,7 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
     need = fall_back(state, now_s)
     last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), why=need.why, now_s=now_s)
     covered = sum(one.nodes for one in last) >= floor + _nodes_for(fixed, need.workers)
-    if need.urgent and covered and state.spares_last:
+    if need.alone and covered and state.spares_last:
         cheap = [pool for pool in cheap if pool.market_type != "spot"]
     others = [PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)]
     return [*first, *(([*last, *others]) if need.urgent else [*others, *last])], need
@@ -475,7 +476,10 @@ def _by_slack(
     if spare.behind:
         starting = cheap_workers(state, now_s) - sum(node.gpus for node in ready)
         beside = max(0, starting) if state.asks_beside else None
-        return OnDemandNeed(missing, str(spare), wakes, urgent=spare.last_call, beside=beside)
+        alone = spare.last_call and spare.spare_s >= 0
+        return OnDemandNeed(
+            missing, str(spare), wakes, urgent=spare.last_call, alone=alone, beside=beside
+        )
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
     kept = 0 if spare.ahead else min(have, missing)
     return OnDemandNeed(kept, f"{spare}: still kept" if kept else "", wakes)

@@ -269,6 +269,18 @@ def test_at_the_last_call_spot_is_asked_for_only_where_on_demand_says_no(
     )
 
 
+@pytest.mark.parametrize(("starts", "spot"), [(0.1, 0), (-0.1, 2), (-50.0, 2)])
+def test_where_on_demand_alone_misses_the_deadline_spot_is_asked_for_behind_it(
+    starts: float, spot: int
+) -> None:
+    story = told(starts, "a", "b")
+    job = replace(story.state.job, max_workers=None)
+    story.state = replace(story.state, job=job, spares_last=True)
+    first, *more = orders(story.tick(), RequestNodes)
+    assert first.pool == "fixed"
+    assert sum(order.count for order in more) == spot
+
+
 # ---------------------------------------------------------------------------------------- stand-ins
 
 
