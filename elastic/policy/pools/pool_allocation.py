@@ -44,9 +44,9 @@ class PoolDemand:
 @dataclass(frozen=True)
 class OnDemandNeed:
     """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of
-    them; `urgent`: they are asked for before spot; `alone`: and in place of it. `beside`: workers of nodes that still start and
-    are not counted, beside which they are asked for although the job can use no more; None = of
-    none, whatever is asked for now."""
+    them; `urgent`: they are asked for before spot; `alone`: and in place of it. `beside`: workers
+    of nodes that still start and are not counted, beside which they are asked for although the job
+    can use no more; None = of none, whatever is asked for now."""
 
     workers: int = 0
     why: str = ""
