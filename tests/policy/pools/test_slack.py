@@ -22,6 +22,7 @@ from elastic.types import (
     NodePrepared,
     NodeReady,
     Notice,
+    Plan,
     Pool,
     Quiesce,
     ReleaseNode,
@@ -249,8 +250,25 @@ def test_the_rest_takes_on_demand_what_the_plans_that_were_measured_say(
     assert measured_steps.worker_s(state, 6) == pytest.approx(worker_s)
     fewer = measured_steps.worker_s(replace(state, measured=seen[:3]), 6)
     assert fewer == pytest.approx(6 * 28.8 if flag else worker_s, abs=1.0), "as it follows"
+    reads = tuple(replace(one, waited=(0.1, 0.1, 0.4)) for one in seen)
+    reading = measured_steps.worker_s(replace(state, measured=reads), 6)
+    assert reading == pytest.approx(worker_s / 0.8 if flag else worker_s)
     alike = replace(state, measured=seen[1:3])
     assert measured_steps.worker_s(alike, 6) == 140.0, "from 3 to 4 workers nothing follows"
+
+
+def test_one_slow_read_of_data_does_not_make_the_rest_of_the_job_as_slow() -> None:
+    """Of nine steps one took 20 times as long."""
+    story = told(20.0, "a", "b")
+    seen = tuple(
+        MeasuredSteps(Plan(0, Layout(dp_shard=n), (), (), ()), (60.0 / n,) * 3, (0.0,) * 3)
+        for n in (1, 4)
+    )
+    story.state = replace(story.state, measured=seen, heeds_scaling=True)
+    story.steps(2, step_time_s=30.0)
+    story.steps(1, step_time_s=600.0, data_s=570.0)
+    assert story.state.measured[-1].waited == (0.0, 0.0, 0.95)
+    assert measured_steps.worker_s(story.state, 4) == pytest.approx(60.0 / (1 - 0.95 / 9))
 
 
 @pytest.mark.parametrize("flag", [True, False])
