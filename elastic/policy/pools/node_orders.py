@@ -195,6 +195,7 @@ class _Book:
         self.reasons: list[str] = []
         self.wakes: list[float] = []
         self.closed: set[str] = set()
+        self.refused = False  # on demand
         pools = {pool.name: pool for pool in state.pools}
         self.have = {name: pool_allocation.asked(state, name, now_s) for name in pools}
         bound, most = state.job.max_nodes, most_workers(state.job)
@@ -236,7 +237,7 @@ class _Book:
         workers = self.workers + more
         n = int(min(want.nodes - have, self.nodes, ceil(workers / gpus) if workers < inf else inf))
         backoff = state.backoff.get(pool.name)
-        if n <= 0 or pool.name in self.closed:
+        if n <= 0 or pool.name in self.closed or (want.instead and not self.refused):
             return
         if backoff and self.now_s < backoff.until_s:
             self.wakes.append(backoff.until_s)
@@ -247,11 +248,14 @@ class _Book:
             n = min(n, 1 - self._starting(pool.name))
             if n <= 0:
                 return
+        fixed = pool.market_type == "on-demand"
         if self._too_late(pool, n):
+            self.refused |= fixed
             self.reasons.append(hard_limits.no_use(pool))
             return
         most = hard_limits.affordable(state, pool, self.usd_per_h, now_s=self.now_s)
         if most is not None and most < n:
+            self.refused |= fixed
             if not most:
                 self.reasons.append(hard_limits.too_dear(pool))
                 return

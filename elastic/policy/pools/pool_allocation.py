@@ -34,11 +34,13 @@ END_NOTICE_S = 600.0  # a reservation's end is a notice from then on
 
 @dataclass(frozen=True)
 class PoolDemand:
-    """At most so many nodes of a pool, those that are available or joining included."""
+    """At most so many nodes of a pool, those that are available or joining included. `instead`:
+    only where some that are on demand cannot be asked for, by the budget or so late."""
 
     pool: Pool
     nodes: int
     why: str = ""
+    instead: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,11 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
     need = fall_back(state, now_s)
     last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), why=need.why, now_s=now_s)
     covered = sum(one.nodes for one in last) >= floor + _nodes_for(fixed, need.workers)
-    if need.alone and covered and state.spares_last:
-        cheap = [pool for pool in cheap if pool.market_type != "spot"]
-    others = [PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)]
+    alone = need.alone and covered and state.spares_last
+    others = [
+        PoolDemand(pool, pool.max_nodes, instead=alone and pool.market_type == "spot")
+        for pool in _by_worth(state, cheap)
+    ]
     return [*first, *(([*last, *others]) if need.urgent else [*others, *last])], need
 
 

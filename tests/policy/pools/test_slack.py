@@ -9,7 +9,7 @@ import pytest
 from support.policy.story import Story, durable, orders
 
 from elastic.policy.copies.cadence import durable_every
-from elastic.policy.pools import deadline, hazard, pool_allocation, release, slack
+from elastic.policy.pools import deadline, hard_limits, hazard, pool_allocation, release, slack
 from elastic.policy.speed import measured_steps
 from elastic.policy.state.fold import PoolSeen, State
 from elastic.policy.state.state import Backoff, MeasuredSteps, Request
@@ -285,6 +285,23 @@ def test_at_the_last_call_spot_is_asked_for_only_where_on_demand_says_no(
     assert wanted == ({} if says_no else {"fixed": 2}) | (
         {"spot": 2} if says_no or not flag else {}
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [(0.0, {}), (1.1, {"spot": 1}), (4.1, {"fixed": 1, "spot": 1}), (9.0, {"fixed": 2})],
+)
+def test_and_where_the_budget_does_not_bear_what_is_missing_on_demand(
+    nodes: float, wanted: dict[str, int]
+) -> None:
+    """So many nodes of spot more."""
+    story = told(slack.RISKED - 0.1, "a", "b")
+    state = story.state
+    bears_usd = (state.usd_per_h + nodes) * hard_limits.useful_s(state, FIXED) / HOUR
+    job = replace(state.job, max_workers=None, budget_usd=state.usd_at(story.now_s) + bears_usd)
+    story.state = replace(state, job=job, spares_last=True)
+    got = {order.pool: order.count for order in orders(story.tick(), RequestNodes)}
+    assert got == wanted
 
 
 @pytest.mark.parametrize(("starts", "spot"), [(0.1, 0), (-0.1, 2), (-50.0, 2)])
