@@ -204,6 +204,7 @@ def test_with_less_slack_than_another_start_spot_is_not_counted() -> None:
         (4.0, {}, True),
         (4.0, {"saves_in_time": False}, False),
         (20.0, {}, False),  # 180 s of 8,000 are no tenth
+        (-0.2, {}, False),  # the deadline cannot be met on demand, and no slack is left to lose
         (4.0, {"copy_asked_step": 3}, False),  # it is under way
         (4.0, {"job": {"durable_every": 0}}, False),
     ],
