@@ -368,7 +368,10 @@ def _changing(state: State, now_s: float, plan: Plan) -> Decision | None:
             else Decision()
         )
     more = back_to_spot(state, now_s) or _growing(state, now_s)
-    more = more or share_rebalance.shares(state, now_s) or relayout.rearranged(state, now_s)
+    refused = more is not None and not more.actions and more.wake_at_s is None
+    if more is None or (refused and state.weighs_rest):
+        moved = share_rebalance.shares(state, now_s) or relayout.rearranged(state, now_s)
+        more = together(more, moved) if more and moved else more or moved
     return (
         more
         if more is not None and more.actions
@@ -501,11 +504,9 @@ def _growing(state: State, now_s: float, act_s: float | None = None) -> Decision
     if state.job.restarted and (wait := restarts.too_soon(state, now_s)):
         return wait
     why = f"{', '.join(new)} can join {n_of(len(plan.ranks), 'worker')}"
-    if act_s is None and state.weighs_rest:
-        pause_s, rest_s = drain.lead_of(state).pause_s, hard_limits.rest_s(state, old)
-        if pause_s > drain.PRIOR_PAUSE_S and (1 - old / gpus) * rest_s <= pause_s:
-            text = f"{why} too late: the pause would be longer than what is gained until the end"
-            return Decision((), text)
+    if act_s is None and state.weighs_rest and hard_limits.gains_little(state, old, gpus):
+        text = f"{why} too late: the pause would be longer than what is gained until the end"
+        return Decision((), text)
     if act_s is not None:
         gain, price = ((gpus - old) * (act_s - now_s), drain.price_gpu_s(state, gpus))
         if gain <= price:

@@ -106,7 +106,8 @@ class Gates:
     # the steps so far, in proportion
     heeds_scaling: bool = False
     # once the slack of the deadline bears no further reclaim, spot nodes are asked for only where
-    # the on-demand pools say no, else whenever the job can use more
+    # the on-demand pools say no, are too dear or miss the deadline alone, else whenever the job can
+    # use more
     spares_last: bool = False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import floor, inf
 
 from elastic.policy.copies import recovery
-from elastic.policy.pools import hazard
+from elastic.policy.pools import drain, hazard
 from elastic.policy.state.state import State, StopWish
 from elastic.types import Pool
 
@@ -156,10 +156,18 @@ def rest_s(state: State, workers: int) -> float:
     return state.rest_work * state.worker_step_s / workers
 
 
-def too_late(state: State, pool: Pool, *, now_s: float) -> bool:
+def gains_little(state: State, old: int, new: int, *, in_s: float = 0.0) -> bool:
+    """Would the pause that takes others in, so many seconds from now, be longer than what `new`
+    workers gain over `old` until the end?"""
+    pause_s = drain.lead_of(state).pause_s
+    left_s = rest_s(state, old) - in_s
+    return pause_s > drain.PRIOR_PAUSE_S and (1 - old / new) * left_s <= pause_s
+
+
+def too_late(state: State, pool: Pool, *, now_s: float, joined: int = 0) -> bool:
     """Will the run have ended before another node of the pool has been of use? Where the deadline
     is missed as it is, and on demand, for which the slack of a deadline is weighed elsewhere, it
-    need only be there before the deadline."""
+    need only be there before the deadline. `joined`: workers with all that is asked for."""
     if 0 < state.steps <= state.step:
         return True
     known_s = max((seen.start_s for seen in state.history.values()), default=0.0)
@@ -176,7 +184,10 @@ def too_late(state: State, pool: Pool, *, now_s: float) -> bool:
     needed_s = rest_s(state, workers)
     if needed_s > left_s or (end_s is not None and pool.market_type == "on-demand"):
         return False
-    return needed_s < 2 * start_s + more_s
+    if needed_s < 2 * start_s + more_s:
+        return True
+    runs = state.plan is not None and joined > workers
+    return runs and gains_little(state, workers, joined, in_s=start_s)
 
 
 def no_use(pool: Pool) -> str:

@@ -212,8 +212,9 @@ def gave(state: State, node: Node, asked_s: float, *, at_s: float) -> State:
 
 
 def started(state: State, node: Node, at_s: float) -> State:
-    """It is prepared for the first time."""
-    if node.node_id not in state.born:
+    """It is prepared for the first time, and not about to go."""
+    counted = state.bounds_reclaims and announced(state, node)
+    if node.node_id not in state.born or counted:
         return state
     seen, took_s = of(state, node.pool), at_s - state.born[node.node_id]
     state = replace(state, born=less(state.born, node.node_id))

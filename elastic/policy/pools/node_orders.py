@@ -195,6 +195,7 @@ class _Book:
         self.reasons: list[str] = []
         self.wakes: list[float] = []
         self.closed: set[str] = set()
+        self.refused = False  # on demand
         pools = {pool.name: pool for pool in state.pools}
         self.have = {name: pool_allocation.asked(state, name, now_s) for name in pools}
         bound, most = state.job.max_nodes, most_workers(state.job)
@@ -205,10 +206,10 @@ class _Book:
         if state.counts_leaving:
             n_paid += sum(seen.leaving for seen in told.values())
         self.nodes: float = inf if bound is None else bound - len(state.alive) - n_paid
-        gpus = sum(gpus for _, gpus in state.there.values()) + sum(
+        self.gpus = sum(gpus for _, gpus in state.there.values()) + sum(
             pools[name].gpus_per_node * n for name, n in self.have.items()
         )
-        self.workers: float = inf if most is None else most - gpus
+        self.workers: float = inf if most is None else most - self.gpus
         coming = paid if state.counts_starting else self.have
         self.usd_per_h = sum(pools[name].usd_per_node_h * n for name, n in coming.items())
         for name, (n, _) in state.there.items():
@@ -236,7 +237,7 @@ class _Book:
         workers = self.workers + more
         n = int(min(want.nodes - have, self.nodes, ceil(workers / gpus) if workers < inf else inf))
         backoff = state.backoff.get(pool.name)
-        if n <= 0 or pool.name in self.closed:
+        if n <= 0 or pool.name in self.closed or (want.instead and not self.refused):
             return
         if backoff and self.now_s < backoff.until_s:
             self.wakes.append(backoff.until_s)
@@ -247,21 +248,27 @@ class _Book:
             n = min(n, 1 - self._starting(pool.name))
             if n <= 0:
                 return
-        if self._too_late(pool):
+        fixed = pool.market_type == "on-demand"
+        if self._too_late(pool, n):
+            self.refused |= fixed
             self.reasons.append(hard_limits.no_use(pool))
             return
         most = hard_limits.affordable(state, pool, self.usd_per_h, now_s=self.now_s)
         if most is not None and most < n:
+            self.refused |= fixed
             if not most:
                 self.reasons.append(hard_limits.too_dear(pool))
                 return
             n = most
         self._order(want, n, have)
 
-    def _too_late(self, pool: Pool) -> bool:
+    def _too_late(self, pool: Pool, n: int) -> bool:
         """Too few nodes to run at all are waited for whatever is left."""
         state = self.state
-        if not state.weighs_rest or not hard_limits.too_late(state, pool, now_s=self.now_s):
+        joined = self.gpus + n * pool.gpus_per_node
+        if not state.weighs_rest or not hard_limits.too_late(
+            state, pool, now_s=self.now_s, joined=joined
+        ):
             return False
         there = [
             node
@@ -296,6 +303,7 @@ class _Book:
         self.reasons.append(f"{text}: {want.why}" if want.why else text)
         self.have[pool.name] += n
         self.nodes -= n
+        self.gpus += n * pool.gpus_per_node
         self.workers -= n * pool.gpus_per_node
         if self.beside is not None and pool.market_type != "on-demand":
             self.beside += n * pool.gpus_per_node

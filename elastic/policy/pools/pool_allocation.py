@@ -34,25 +34,28 @@ END_NOTICE_S = 600.0  # a reservation's end is a notice from then on
 
 @dataclass(frozen=True)
 class PoolDemand:
-    """At most so many nodes of a pool, those that are available or joining included."""
+    """At most so many nodes of a pool, those that are available or joining included. `instead`:
+    only where some that are on demand cannot be asked for, by the budget or so late."""
 
     pool: Pool
     nodes: int
     why: str = ""
+    instead: bool = False
 
 
 @dataclass(frozen=True)
 class OnDemandNeed:
     """Workers on demand beyond the floor; `wakes`: when to look again; `note`: why no more of
-    them; `urgent`: they are asked for before spot. `beside`: workers of nodes that still start and
-    are not counted, beside which they are asked for although the job can use no more; None = of
-    none, whatever is asked for now."""
+    them; `urgent`: they are asked for before spot; `alone`: and in place of it. `beside`: workers
+    of nodes that still start and are not counted, beside which they are asked for although the job
+    can use no more; None = of none, whatever is asked for now."""
 
     workers: int = 0
     why: str = ""
     wakes: tuple[float, ...] = ()
     note: str = ""
     urgent: bool = False
+    alone: bool = False
     beside: int | None = None
 
 
@@ -76,9 +79,11 @@ def pool_demands(state: State, now_s: float) -> tuple[list[PoolDemand], OnDemand
     need = fall_back(state, now_s)
     last = _shared(state, fixed, floor + _nodes_for(fixed, need.workers), why=need.why, now_s=now_s)
     covered = sum(one.nodes for one in last) >= floor + _nodes_for(fixed, need.workers)
-    if need.urgent and covered and state.spares_last:
-        cheap = [pool for pool in cheap if pool.market_type != "spot"]
-    others = [PoolDemand(pool, pool.max_nodes) for pool in _by_worth(state, cheap)]
+    alone = need.alone and covered and state.spares_last
+    others = [
+        PoolDemand(pool, pool.max_nodes, instead=alone and pool.market_type == "spot")
+        for pool in _by_worth(state, cheap)
+    ]
     return [*first, *(([*last, *others]) if need.urgent else [*others, *last])], need
 
 
@@ -475,7 +480,10 @@ def _by_slack(
     if spare.behind:
         starting = cheap_workers(state, now_s) - sum(node.gpus for node in ready)
         beside = max(0, starting) if state.asks_beside else None
-        return OnDemandNeed(missing, str(spare), wakes, urgent=spare.last_call, beside=beside)
+        alone = spare.last_call and spare.spare_s >= 0
+        return OnDemandNeed(
+            missing, str(spare), wakes, urgent=spare.last_call, alone=alone, beside=beside
+        )
     have = max(0, on_demand_workers(state, fixed, now_s) - floor)
     kept = 0 if spare.ahead else min(have, missing)
     return OnDemandNeed(kept, f"{spare}: still kept" if kept else "", wakes)

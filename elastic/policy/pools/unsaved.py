@@ -24,8 +24,8 @@ def saved(state: State) -> Decision | None:
         return None
     fixed = pool_allocation.on_demand(state)
     spare = pool_allocation.slack_of(state, fixed, max(state.last_step_at_s, state.entered_at_s))
-    if spare is None:
-        return None
+    if spare is None or spare.spare_s < 0:
+        return None  # none is left that a loss could take
     asked = state.copy_asked_step
     since = max(state.saved_step, asked if state.entered_step <= asked <= state.step else 0)
     stored_s = max(DURABLE_TIMES * state.durable_s, state.durable_stall_s / STALLED)
@@ -40,6 +40,6 @@ def saved(state: State) -> Decision | None:
         return None
     text = (
         f"{n_of(state.step - since, 'step')} since the last checkpoint would take {again_s:.0f} s "
-        f"of the {max(0.0, spare.spare_s):.0f} s the deadline leaves, if lost: one is taken now"
+        f"of the {spare.spare_s:.0f} s the deadline leaves, if lost: one is taken now"
     )
     return Decision((StoreCopy(plan.generation),), text)

@@ -44,7 +44,8 @@ def with_step(state: State, plan: Plan, event: StepDone) -> tuple[MeasuredSteps,
     ):
         before, last = state.measured, MeasuredSteps(plan)
     seconds = (*last.seconds[1 - KEPT_STEPS :], ordinary_s)
-    return (*before[1 - KEPT_PLANS :], MeasuredSteps(last.plan, seconds))
+    waited = (*last.waited[1 - KEPT_STEPS :], event.data_s / (event.data_s + ordinary_s))
+    return (*before[1 - KEPT_PLANS :], MeasuredSteps(last.plan, seconds, waited))
 
 
 def expected_s(state: State, choice: Choice) -> float:
@@ -148,10 +149,5 @@ def worker_s(state: State, workers: int) -> float:
     wanted = -log(workers)
     at, measured = min(points, key=lambda point: abs(point[0] - wanted))
     step_s = exp(measured + max(LEAST_POWER, power) * (wanted - at))
-    return workers * step_s / (1 - _waited(state))
-
-
-def _waited(state: State) -> float:
-    """For data, of the newest step."""
-    last = state.last_step
-    return last.data_s / last.step_time_s if last and last.data_s < last.step_time_s else 0.0
+    shares = [share for one in seen for share in one.waited]
+    return workers * step_s / (1 - (fmean(shares) if shares else 0.0))

@@ -239,7 +239,8 @@ def _notice(state: State, event: Notice, at_s: float) -> State:
             replace(state, n_notices=state.n_notices + 1), node, lost=False, known=False, at_s=at_s
         )
         if state.bounds_reclaims:
-            state = hazard.died(state, node, "it had a notice", at_s=at_s, reclaimed=True)
+            died = hazard.died(state, node, "it had a notice", at_s=at_s, reclaimed=True)
+            state = replace(died, born=state.born)  # the notice may be withdrawn
     return set_status(state, event.node_id, "draining", deadline_s=event.deadline_s)
 
 
@@ -249,9 +250,9 @@ def _notice_withdrawn(state: State, event: NoticeWithdrawn, at_s: float) -> Stat
         return state
     if event.node_id in state.faulty_nodes:
         return set_status(state, event.node_id, "draining")
-    return set_status(
-        state, event.node_id, "prepared" if event.node_id in state.prepared else "ready"
-    )
+    there = event.node_id in state.prepared
+    state = set_status(state, event.node_id, "prepared" if there else "ready")
+    return hazard.started(state, state.nodes[event.node_id], at_s) if there else state
 
 
 def _node_warned(state: State, event: NodeWarned, at_s: float) -> State:
@@ -278,7 +279,8 @@ def _node_lost(state: State, event: NodeLost, at_s: float) -> State:
     if not released:
         state = replace(state, deaths=tuple(n for n in state.deaths if n != node.node_id))
         state = hazard.taken(state, node, lost=True, known=known, at_s=at_s)
-        state = hazard.died(state, node, event.cause or "gone", at_s=at_s, reclaimed=True)
+        if not (state.bounds_reclaims and hazard.announced(state, node)):
+            state = hazard.died(state, node, event.cause or "gone", at_s=at_s, reclaimed=True)
     state = replace(state, born=less(state.born, node.node_id))
     state = without(state, gone, why, at_s=at_s)
     lost = [name for name, n in state.nodes.items() if n.status == "lost"]

@@ -168,10 +168,12 @@ class Window:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """What steps of a plan took, data and copies left out; the newest last."""
+    """What steps of a plan took, data and copies left out; the newest last. `waited`: of each with
+    its data, the share that was spent waiting for it."""
 
     plan: Plan
     seconds: tuple[float, ...] = ()
+    waited: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

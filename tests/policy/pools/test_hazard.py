@@ -10,6 +10,7 @@ from support.policy.story import SPOT, Story, job, orders
 from elastic.policy.pools import hazard
 from elastic.policy.pools.node_orders import PREPARE_MOST_S
 from elastic.policy.state.fold import PoolSeen, State, fold
+from elastic.policy.state.state import Backoff
 from elastic.types import (
     Decided,
     Decision,
@@ -21,6 +22,7 @@ from elastic.types import (
     NodeReady,
     NodeWarned,
     Notice,
+    NoticeWithdrawn,
     Pool,
     PriceSeen,
     ReleaseNode,
@@ -223,6 +225,40 @@ def test_a_pool_that_takes_each_node_before_it_is_prepared_is_asked_ever_later(f
     story.tick(NodePrepared("well"))
     assert "spot" not in story.state.backoff
     assert story.state.history["spot"].reclaimed_starts == 0
+
+
+@pytest.mark.parametrize("prepared_first", [True, False])
+@pytest.mark.parametrize("known_s", [0.0, 50.0])
+def test_a_node_whose_notice_is_withdrawn_has_started(known_s: float, prepared_first: bool) -> None:
+    """As if there had been none, of a pool that has started nodes or not."""
+    backoff, history = {"spot": Backoff(0.0, 30.0, "taken", 1)}, {"spot": PoolSeen(start_s=known_s)}
+    state = replace(
+        STATE, spends_slack=True, bounds_reclaims=True, backoff=backoff, history=history
+    )
+    state = fold(state, NodeReady(Node("a", "spot")), 1.0)
+    state = fold(state, Notice("a", 150.0), 30.0)
+    found = state.history["spot"]
+    assert (found.deaths, found.reclaimed_starts) == ((0, 1) if known_s else (1, 0))
+    first, second = NodePrepared("a"), NoticeWithdrawn("a")
+    state = fold(state, first if prepared_first else second, 60.0)
+    assert state.history["spot"].start_s == known_s and state.backoff
+    state = fold(state, second if prepared_first else first, 61.0)
+    found = state.history["spot"]
+    assert (found.deaths, found.reclaimed_starts) == (0, 0) and found.start_s > known_s
+    assert not state.backoff and not state.born and state.nodes["a"].status == "prepared"
+
+
+def test_a_node_with_a_notice_counts_once_whether_it_is_prepared_or_not() -> None:
+    story = Story(pools=(replace(SPOT, max_nodes=2),))
+    story.state = replace(story.state, spends_slack=True, counts_taken=True, bounds_reclaims=True)
+    story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("b", "spot")))
+    story.tick(Notice("a", story.now_s + 120), after_s=60)
+    story.tick(NodePrepared("b"))
+    assert story.state.history["spot"].deaths == 0
+    story.tick(NodePrepared("a"))
+    story.tick(NodeLost("a"))
+    seen = story.state.history["spot"]
+    assert (seen.deaths, seen.reclaimed_starts) == (0, 0) and not story.state.born
 
 
 def test_of_a_pool_that_has_started_none_a_notice_is_a_death_like_others() -> None:

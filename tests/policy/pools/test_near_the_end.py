@@ -8,22 +8,27 @@ from typing import Any
 import pytest
 from support.policy.story import MODEL, Story, job, orders
 
+from elastic.policy.decide import decide
 from elastic.policy.pools.node_orders import capacity
-from elastic.policy.speed import relayout
+from elastic.policy.speed import relayout, share_rebalance
 from elastic.policy.state.fold import PoolSeen, State
 from elastic.types import (
     Decision,
     Job,
+    Layout,
     Node,
     NodeLost,
     NodePrepared,
     NodeReady,
+    Plan,
     Pool,
     ReleaseNode,
     RequestNodes,
+    SetShares,
     StepDone,
     StopAsked,
     StorageSeen,
+    WorkerId,
 )
 
 # ------------------------------------------------------------------------------ what is on order
@@ -134,6 +139,18 @@ def test_a_node_that_would_come_after_the_last_step_is_not_asked_for() -> None:
     assert asked(40, flag=False) == ALL
 
 
+@pytest.mark.parametrize(
+    ("left", "flag", "n"),
+    [(1070, True, {}), (1090, True, {"cheap": 1}), (1070, False, {"cheap": 1})],
+)
+def test_nor_is_one_that_would_not_be_taken_in(left: int, flag: bool, n: dict[str, int]) -> None:
+    """A third of what is left after its start is gained, for a pause of five minutes."""
+    ranks = tuple(WorkerId(name, k) for name in "ab" for k in range(2))
+    plan = Plan(1, Layout(dp_shard=4), ranks, (1,) * 4, (MODEL.n_blocks,))
+    known = {"plan": plan, "phase": "running", "pauses_s": (300.0,), "step_time_s": 1.0}
+    assert asked(left, pools=(SPOT,), flag=flag, **known) == n
+
+
 def test_a_run_that_is_done_asks_for_none() -> None:
     assert asked(0, start_s=30.0) == {}
 
@@ -202,3 +219,19 @@ def test_a_node_is_not_taken_in_for_less_than_its_pause(
     decision = told.nodes("c")
     assert (told.state.target is not None) == grows
     assert ("c can join 2 workers too late" in decision.reason) == (not grows)
+
+
+@pytest.mark.parametrize("looked_at", ["shares", "rearranged"])
+def test_beside_such_a_node_shares_and_layout_follow_the_speeds(
+    looked_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Story()
+    told.running("a", "b")
+    told.steps(97, step_time_s=1.0)
+    told.state = replace(told.state, weighs_rest=True, pauses_s=(15.0,))
+    told.nodes("c")
+    moved = Decision((SetShares(told.state.generation, (1, 3), told.state.step),), "b is faster")
+    module = share_rebalance if looked_at == "shares" else relayout
+    monkeypatch.setattr(module, looked_at, lambda state, now_s: moved)
+    decision = decide(told.state, told.now_s)
+    assert orders(decision, SetShares) and "too late" in decision.reason

@@ -9,7 +9,7 @@ import pytest
 from support.policy.story import Story, durable, orders
 
 from elastic.policy.copies.cadence import durable_every
-from elastic.policy.pools import deadline, hazard, pool_allocation, release, slack
+from elastic.policy.pools import deadline, hard_limits, hazard, pool_allocation, release, slack
 from elastic.policy.speed import measured_steps
 from elastic.policy.state.fold import PoolSeen, State
 from elastic.policy.state.state import Backoff, MeasuredSteps, Request
@@ -22,6 +22,7 @@ from elastic.types import (
     NodePrepared,
     NodeReady,
     Notice,
+    Plan,
     Pool,
     Quiesce,
     ReleaseNode,
@@ -203,6 +204,7 @@ def test_with_less_slack_than_another_start_spot_is_not_counted() -> None:
         (4.0, {}, True),
         (4.0, {"saves_in_time": False}, False),
         (20.0, {}, False),  # 180 s of 8,000 are no tenth
+        (-0.2, {}, False),  # the deadline cannot be met on demand, and no slack is left to lose
         (4.0, {"copy_asked_step": 3}, False),  # it is under way
         (4.0, {"job": {"durable_every": 0}}, False),
     ],
@@ -249,8 +251,25 @@ def test_the_rest_takes_on_demand_what_the_plans_that_were_measured_say(
     assert measured_steps.worker_s(state, 6) == pytest.approx(worker_s)
     fewer = measured_steps.worker_s(replace(state, measured=seen[:3]), 6)
     assert fewer == pytest.approx(6 * 28.8 if flag else worker_s, abs=1.0), "as it follows"
+    reads = tuple(replace(one, waited=(0.1, 0.1, 0.4)) for one in seen)
+    reading = measured_steps.worker_s(replace(state, measured=reads), 6)
+    assert reading == pytest.approx(worker_s / 0.8 if flag else worker_s)
     alike = replace(state, measured=seen[1:3])
     assert measured_steps.worker_s(alike, 6) == 140.0, "from 3 to 4 workers nothing follows"
+
+
+def test_one_slow_read_of_data_does_not_make_the_rest_of_the_job_as_slow() -> None:
+    """Of nine steps one took 20 times as long."""
+    story = told(20.0, "a", "b")
+    seen = tuple(
+        MeasuredSteps(Plan(0, Layout(dp_shard=n), (), (), ()), (60.0 / n,) * 3, (0.0,) * 3)
+        for n in (1, 4)
+    )
+    story.state = replace(story.state, measured=seen, heeds_scaling=True)
+    story.steps(2, step_time_s=30.0)
+    story.steps(1, step_time_s=600.0, data_s=570.0)
+    assert story.state.measured[-1].waited == (0.0, 0.0, 0.95)
+    assert measured_steps.worker_s(story.state, 4) == pytest.approx(60.0 / (1 - 0.95 / 9))
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -267,6 +286,35 @@ def test_at_the_last_call_spot_is_asked_for_only_where_on_demand_says_no(
     assert wanted == ({} if says_no else {"fixed": 2}) | (
         {"spot": 2} if says_no or not flag else {}
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [(0.0, {}), (1.1, {"spot": 1}), (4.1, {"fixed": 1, "spot": 1}), (9.0, {"fixed": 2})],
+)
+def test_and_where_the_budget_does_not_bear_what_is_missing_on_demand(
+    nodes: float, wanted: dict[str, int]
+) -> None:
+    """So many nodes of spot more."""
+    story = told(slack.RISKED - 0.1, "a", "b")
+    state = story.state
+    bears_usd = (state.usd_per_h + nodes) * hard_limits.useful_s(state, FIXED) / HOUR
+    job = replace(state.job, max_workers=None, budget_usd=state.usd_at(story.now_s) + bears_usd)
+    story.state = replace(state, job=job, spares_last=True)
+    got = {order.pool: order.count for order in orders(story.tick(), RequestNodes)}
+    assert got == wanted
+
+
+@pytest.mark.parametrize(("starts", "spot"), [(0.1, 0), (-0.1, 2), (-50.0, 2)])
+def test_where_on_demand_alone_misses_the_deadline_spot_is_asked_for_behind_it(
+    starts: float, spot: int
+) -> None:
+    story = told(starts, "a", "b")
+    job = replace(story.state.job, max_workers=None)
+    story.state = replace(story.state, job=job, spares_last=True)
+    first, *more = orders(story.tick(), RequestNodes)
+    assert first.pool == "fixed"
+    assert sum(order.count for order in more) == spot
 
 
 # ---------------------------------------------------------------------------------------- stand-ins
