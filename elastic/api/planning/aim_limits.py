@@ -77,8 +77,7 @@ def _too_late(asked: Query, machines: Sequence[MachineGroup], data: Mapping[str,
         kind = sizing.fewest_nodes(asked, machines[0])
         if kind["makes_it"]:
             more = _words(machines[0].with_nodes(kind["n_nodes"]))
-            within = "" if "phases" in data else f" in {hours(kind['hours'])}"
-            enough = f"{more} make it{within}; take them"
+            enough = f"{more} make it in {hours(kind['hours'])}; take them"
     return (
         f"{_tokens(asked, data)} within {hours(aim.deadline_h)}: "
         f"{' + '.join(map(_words, machines))} need {hours(fastest)}; "
