@@ -10,7 +10,7 @@ from typing import Any
 from elastic.api.planning.model_source import Subject, machines_of
 from elastic.api.planning.plan_nodes import MachineGroup, known_of, own_of
 from elastic.api.planning.query import Query
-from elastic.api.planning.run_nodes import within_max_nodes
+from elastic.api.planning.run_nodes import least_workers, within_max_nodes
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.ledger.run_folder import JOURNAL
 from elastic.observe.find_runs import lines_of, open_run
@@ -271,7 +271,8 @@ class _AllSteps:
 def _at_once(source: Subject, machines: Sequence[MachineGroup]) -> list[MachineGroup]:
     """What a run may have; nodes on demand that stand by only where it cannot run without."""
     kept = [each.with_nodes(n) for each in machines if (n := each.group.n_nodes - each.standby)]
-    few = sum(each.group.n_gpus for each in kept) < source.job.min_workers
+    least = least_workers(source.job, source.model, source.pools)
+    few = sum(each.group.n_gpus for each in kept) < least
     return list(machines) if few else kept
 
 

@@ -264,3 +264,16 @@ def test_a_deadline_that_all_nodes_meet_is_simulated(
         "h cannot be met even on all nodes, which takes "
         in called(capsys, *few, "--deadline", "1h")[2]
     )
+
+
+def test_nodes_stand_by_also_for_the_smallest_layout_that_is_named(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four workers, and the spot pool has two."""
+    pools = [
+        f"{{name: {name}, market_type: {name}, gpus_per_node: 2, usd_per_node_h: 1, max_nodes: 1}}"
+        for name in ("spot", "on-demand")
+    ]
+    keys = [f"pools=[{', '.join(pools)}]", "layout={4: dp_shard=4}", "purpose=cheapest"]
+    few = words(trace, "--compare", "greedy", *(word for key in keys for word in ("--set", key)))
+    assert as_json(capsys, *few)["nodes"] == 2

@@ -52,6 +52,11 @@ def run_nodes(job: Job, model: ModelProfile, pools: Sequence[Pool]) -> RunNodes:
     return RunNodes(every, standby, tuple(filter(None, notes)))
 
 
+def least_workers(job: Job, model: ModelProfile, pools: Sequence[Pool]) -> int:
+    """With fewer a run of it takes nodes on demand that stand by."""
+    return pool_allocation.least_workers(_begun(job, model, pools))
+
+
 def _begun(job: Job, model: ModelProfile, pools: Sequence[Pool]) -> State:
     plain, gates = job.plain() | {"drill": []}, newest_gates(forms_ahead=False)
     known = known_of(pools)
