@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,17 @@ def test_a_deadline_may_need_nodes_on_demand() -> None:
         "2 of 3 nodes of pool fixed (on demand): elastic run takes more only while too few others "
         "are there, or the deadline needs them",
     )
+
+
+@pytest.mark.parametrize(("lasts_h", "standby"), [(1, 0), (10, 2)])
+def test_reservations_that_end_before_the_deadline_do_not_count_for_it(
+    lasts_h: float, standby: int
+) -> None:
+    ends_at_s = time.time() + 3600 * lasts_h
+    held = replace(OWNED, name="held", market_type="reserved", max_nodes=3, ends_at_s=ends_at_s)
+    pools = (replace(SPOT, max_nodes=1), FIXED, held)
+    found = run_nodes(replace(SUBJECT.job, steps=10, deadline_h=9.0), SUBJECT.model, pools)
+    assert found.standby["fixed"] == standby
 
 
 def test_what_is_named_is_taken_as_it_is_named() -> None:
