@@ -10,7 +10,7 @@ from typing import Any
 from elastic.api.planning.model_source import Subject, machines_of
 from elastic.api.planning.plan_nodes import MachineGroup, known_of, own_of
 from elastic.api.planning.query import Query
-from elastic.api.planning.run_nodes import within_max_nodes
+from elastic.api.planning.run_nodes import least_workers, within_max_nodes
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.ledger.run_folder import JOURNAL
 from elastic.observe.find_runs import lines_of, open_run
@@ -34,7 +34,7 @@ from elastic.sim.markets.study import (
 )
 from elastic.sim.markets.traces import Trace, load_traces, of_run
 from elastic.sim.scripted_faults import Delays
-from elastic.text import usd
+from elastic.text import hours, usd
 from elastic.types import Plan, Pool
 
 DRY_H = 0.25  # that a pool gives nothing in place of a node that it took, where no trace says more
@@ -155,8 +155,10 @@ def _study(
     if not source.steps:
         raise SpecError(f"{source.name}: it has no steps; give --set steps=N")
     measured = _measured(asked, notes)
-    at_once = _at_once(asked)
+    every = machines_of(source, asked.cluster, {}, deadline_h=asked.deadline_h)
+    at_once = _at_once(source, every)
     whole = _all_steps(source, at_once, measured)
+    stand_by = _counted(every) != _counted(at_once)
     group = _group(asked, whole, at_once, measured=measured)
     delays = measured.delays if measured is not None else USUAL_DELAYS
     job = replace(source.whole or source.job, eval_every=0, drill=(), check_numbers_every=0)
@@ -181,6 +183,7 @@ def _study(
         phase_samples=source.phase_samples,
         efficient_s=group.efficient_s,
         group_s=group.seconds,
+        every_s=_all_steps(source, every, measured).seconds if stand_by else None,
         n_nodes=sum(each.group.n_nodes for each in at_once),
     )
     traces = _traces(asked, spot, notes, like=like, length_s=subject.given_up_s)
@@ -194,15 +197,21 @@ def _study(
 
 
 def _bounded(study: Study) -> list[str]:
-    """What the other policies take that the pools do not have."""
+    """What the other policies take that the pools do not have, and that they are too slow with."""
     fixed = [pool for pool in study.subject.pools if pool.market_type == "on-demand"]
     n, asked = sum(pool.max_nodes for pool in fixed), set(study.policies) - {ELASTIC, *VARIANTS}
-    if n >= study.n_nodes or not asked:
-        return []
-    return [
-        f"{', '.join(sorted(asked))}: as published they take all {study.n_nodes} nodes on demand, "
-        f"and the cluster has {n} such; elastic alone keeps to that"
-    ]
+    names, told = ", ".join(sorted(asked)), list[str]()
+    if asked and n < study.n_nodes:
+        told.append(
+            f"{names}: as published they take all {study.n_nodes} nodes on demand, and the cluster "
+            f"has {n} such; elastic alone keeps to that"
+        )
+    if asked and study.group_s > study.deadline_s:
+        told.append(
+            f"{names}: they take no more nodes than spot pools have, {study.n_nodes}, on which the "
+            f"job needs {hours(study.group_s / 3600)}: they miss the deadline, whatever the market"
+        )
+    return told
 
 
 def _spent(study: Study, found: Sequence[StartResult]) -> list[str]:
@@ -259,12 +268,11 @@ class _AllSteps:
     ratio: float
 
 
-def _at_once(asked: Simulation) -> list[MachineGroup]:
+def _at_once(source: Subject, machines: Sequence[MachineGroup]) -> list[MachineGroup]:
     """What a run may have; nodes on demand that stand by only where it cannot run without."""
-    source = asked.subject
-    machines = machines_of(source, asked.cluster, {}, deadline_h=asked.deadline_h)
     kept = [each.with_nodes(n) for each in machines if (n := each.group.n_nodes - each.standby)]
-    few = sum(each.group.n_gpus for each in kept) < source.job.min_workers
+    least = least_workers(source.job, source.model, source.pools)
+    few = sum(each.group.n_gpus for each in kept) < least
     return list(machines) if few else kept
 
 

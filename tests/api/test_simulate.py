@@ -242,3 +242,38 @@ def test_nodes_on_demand_count_where_a_run_has_them_at_once(
     assert of[0] == of[1]
     both = as_json(capsys, *few, "--set", "purpose=cheapest", "--set", "min_workers=4")
     assert (both["nodes"], both["ideal_h"]) == (2, fastest["ideal_h"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("purpose", ["fastest", "deadline"])
+def test_a_deadline_that_all_nodes_meet_is_simulated(
+    trace: str, capsys: pytest.CaptureFixture[str], purpose: str
+) -> None:
+    """Spot alone is too slow for it; so are the other policies, which take as many nodes."""
+    pools = [
+        f"{{name: {name}, market_type: {name}, gpus_per_node: 2, usd_per_node_h: 1, max_nodes: {n}}}"
+        for name, n in (("spot", 1), ("on-demand", 3))
+    ]
+    keys = ["--set", f"pools=[{', '.join(pools)}]", "--set", "steps=30000"]
+    few = words(trace, *keys, "--set", f"purpose={purpose}", "--set", "deadline_h=6")
+    data = as_json(capsys, *few)
+    misses = {name: one["deadline_misses"] for name, one in data["policies"].items()}
+    assert misses == {name: int(name != "elastic") for name in misses} and len(misses) == 6
+    assert any("they miss the deadline, whatever the market" in note for note in data["notes"])
+    assert (
+        "h cannot be met even on all nodes, which takes "
+        in called(capsys, *few, "--deadline", "1h")[2]
+    )
+
+
+def test_nodes_stand_by_also_for_the_smallest_layout_that_is_named(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four workers, and the spot pool has two."""
+    pools = [
+        f"{{name: {name}, market_type: {name}, gpus_per_node: 2, usd_per_node_h: 1, max_nodes: 1}}"
+        for name in ("spot", "on-demand")
+    ]
+    keys = [f"pools=[{', '.join(pools)}]", "layout={4: dp_shard=4}", "purpose=cheapest"]
+    few = words(trace, "--compare", "greedy", *(word for key in keys for word in ("--set", key)))
+    assert as_json(capsys, *few)["nodes"] == 2

@@ -35,9 +35,12 @@ def plan(asked: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
     late = _too_late(asked, machines, data)
     if late:
         raise InfeasiblePlan(late)
+    data["offers"] = _within_budget(asked, machines, data)
+    if not data["offers"]:
+        return plan(replace(asked, aim=replace(asked.aim, purpose="cheapest")), given)
     of_job = [*_of_job(asked, given, data), *_entered(asked, machines, data)]
     data["notes"] = [*of_job, *data["notes"]]
-    return data if not asked.aim.budget_usd else _within_budget(asked, machines, data)
+    return data
 
 
 def _what_fits(asked: Query, machines: Sequence[MachineGroup]) -> str:
@@ -77,8 +80,7 @@ def _too_late(asked: Query, machines: Sequence[MachineGroup], data: Mapping[str,
         kind = sizing.fewest_nodes(asked, machines[0])
         if kind["makes_it"]:
             more = _words(machines[0].with_nodes(kind["n_nodes"]))
-            within = "" if "phases" in data else f" in {hours(kind['hours'])}"
-            enough = f"{more} make it{within}; take them"
+            enough = f"{more} make it in {hours(kind['hours'])}; take them"
     return (
         f"{_tokens(asked, data)} within {hours(aim.deadline_h)}: "
         f"{' + '.join(map(_words, machines))} need {hours(fastest)}; "
@@ -88,25 +90,22 @@ def _too_late(asked: Query, machines: Sequence[MachineGroup], data: Mapping[str,
 
 
 def _within_budget(
-    asked: Query, machines: Sequence[MachineGroup], data: dict[str, Any]
-) -> dict[str, Any]:
-    """The offers that cost no more; the cheapest ones where none of the fastest does."""
+    asked: Query, machines: Sequence[MachineGroup], data: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The offers that cost no more; [] where the cheapest ones are still to be asked for."""
     aim = asked.aim
-    if not aim.tokens:
-        return data
+    if not aim.tokens or not aim.budget_usd:
+        return list(data["offers"])
     later_usd = _later_usd(data)
     offers = [offer for offer in data["offers"] if offer["usd"] + later_usd <= aim.budget_usd]
-    if not offers and aim.purpose != "cheapest":
-        cheaper = replace(asked, aim=replace(aim, purpose="cheapest"))
-        return _within_budget(cheaper, machines, {**plan(cheaper, machines), "purpose": "cheapest"})
-    if not offers:
+    if not offers and aim.purpose == "cheapest":
         least = min(data["offers"], key=lambda offer: offer["usd"])
         raise InfeasiblePlan(
             f"{_tokens(asked, data)} for {usd(aim.budget_usd)}: the cheapest way on "
             f"{' + '.join(map(_words, machines))} costs {usd(least['usd'] + later_usd)}; "
             f"{_bought(aim.budget_usd, least, data)}"
         )
-    return {**data, "offers": [{**offer, "n": n} for n, offer in enumerate(offers, 1)]}
+    return [{**offer, "n": n} for n, offer in enumerate(offers, 1)]
 
 
 def _of_job(
@@ -133,7 +132,8 @@ def _entered(
         return
     offer = data["offers"][0]
     has = [each.with_nodes(n) for each in machines if (n := each.group.n_nodes - each.standby)]
-    if data["purpose"] != "fastest" or any(each.standby for each in machines):
+    other = data["purpose"] != "fastest" or bool(asked.aim.budget_usd)
+    if other or any(each.standby for each in machines):
         fastest = replace(asked.aim, purpose="fastest", deadline_h=0.0, n_best=1)
         try:
             found = replace(asked, aim=fastest).offers(has).best[0]

@@ -100,6 +100,14 @@ class Query:
             "deadline_h": aim.deadline_h, "prices_at": str(catalog.PRICES_AT),
         }  # fmt: skip
 
+    def plain_of_all(self) -> dict[str, Any]:
+        """With the tokens of all phases, as hours and dollars of `row_of` are."""
+        return self.plain() | {"tokens": self.all_tokens}
+
+    @property
+    def all_tokens(self) -> float:
+        return self.aim.tokens + sum(phase.tokens for phase in self.subject.phases[1:])
+
 
 def plan(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
     """The offers for these nodes, the best first. Raises SpecError, InfeasiblePlan."""
@@ -246,7 +254,12 @@ def what_if(
     notes = [*_unlike(query, choices, rows), *_unused(rows)]
     notes += [note for _, machines in choices for note in notes_of(query.subject, machines)]
     pools = [each.plain() for _, machines in choices for each in machines]
-    return {**query.plain(), "choices": rows, "pools": pools, "notes": list(dict.fromkeys(notes))}
+    return {
+        **query.plain_of_all(),
+        "choices": rows,
+        "pools": pools,
+        "notes": list(dict.fromkeys(notes)),
+    }
 
 
 def _own(subject: Subject, machines: Sequence[MachineGroup]) -> bool:
@@ -290,7 +303,7 @@ def _unused(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def row_of(name: str, machines: Sequence[MachineGroup], query: Query) -> dict[str, Any]:
-    """The best offer, of phase 1 where the job has phases; its limits are held against all."""
+    """The best offer, of phase 1 where the job has phases; `hours`, `usd` and limits are of all."""
     row: dict[str, Any] = {"choice": name, "n_gpus": conflicts.n_gpus_of(machines), "why_not": ""}
     try:
         offer = query.offers(machines).best[0]
@@ -299,11 +312,10 @@ def row_of(name: str, machines: Sequence[MachineGroup], query: Query) -> dict[st
         return row | dict.fromkeys((*KEYS, *LIMITS)) | {"layout": None, "why_not": str(error)}
     aim = query.aim
     budget = aim.budget_usd or query.subject.job.budget_usd or 0.0
-    limits = (
-        not aim.deadline_h or sum(one.hours for one in (offer, *later)) <= aim.deadline_h,
-        not budget or sum(one.usd for one in (offer, *later)) <= budget,
-    )
-    return row | short(offer) | dict(zip(LIMITS, limits, strict=True))
+    hours, usd = (sum(getattr(one, key) for one in (offer, *later)) for key in ("hours", "usd"))
+    limits = (not aim.deadline_h or hours <= aim.deadline_h, not budget or usd <= budget)
+    summed = {"hours": hours, "usd": usd}
+    return row | short(offer) | summed | dict(zip(LIMITS, limits, strict=True))
 
 
 KEYS = (
@@ -340,6 +352,6 @@ def scaling(
             rows[-1]["why_not"] if rows else f"{n_most} GPUs are less than one node of {per_node}"
         )
     return {
-        **query.plain(), "pools": [machines.with_nodes(1).plain()], "efficiency": least,
+        **query.plain_of_all(), "pools": [machines.with_nodes(1).plain()], "efficiency": least,
         "useful_gpus": useful, "curve": rows, "notes": notes_of(query.subject, [machines]),
     }  # fmt: skip

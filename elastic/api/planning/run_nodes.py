@@ -3,6 +3,7 @@ them when it begins."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -52,11 +53,16 @@ def run_nodes(job: Job, model: ModelProfile, pools: Sequence[Pool]) -> RunNodes:
     return RunNodes(every, standby, tuple(filter(None, notes)))
 
 
+def least_workers(job: Job, model: ModelProfile, pools: Sequence[Pool]) -> int:
+    """With fewer a run of it takes nodes on demand that stand by."""
+    return pool_allocation.least_workers(_begun(job, model, pools))
+
+
 def _begun(job: Job, model: ModelProfile, pools: Sequence[Pool]) -> State:
     plain, gates = job.plain() | {"drill": []}, newest_gates(forms_ahead=False)
     known = known_of(pools)
     started = DriverStarted(job.name, 1, plain, tuple(pools), model, known, **gates)
-    return fold(State(), started, 0.0)
+    return fold(State(), started, time.time())  # reservations end by the clock
 
 
 def within_max_nodes(job: Job, machines: Sequence[MachineGroup]) -> Sequence[MachineGroup]:

@@ -28,7 +28,8 @@ def capacity(query: Query, kinds: Sequence[MachineGroup]) -> dict[str, Any]:
         row["cheapest"] = row is cheapest
     notes = [note for machines in kinds for note in notes_of(query.subject, [machines])]
     pools = [machines.with_nodes(1).plain() for machines in kinds]
-    return {**query.plain(), "kinds": rows, "pools": pools, "notes": list(dict.fromkeys(notes))}
+    notes = list(dict.fromkeys(notes))
+    return {**query.plain_of_all(), "kinds": rows, "pools": pools, "notes": notes}
 
 
 def fewest_nodes(query: Query, machines: MachineGroup) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def _impossible(query: Query, rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
     ]
     return (
-        f"{count(query.aim.tokens)} tokens within "
+        f"{count(query.all_tokens)} tokens within "
         f"{hours(query.aim.deadline_h)} exclude each other at a step of "
         f"{query.subject.step_tokens:,} tokens: {'; '.join(told)}; take more time, fewer tokens "
         "or a larger --batch"

@@ -40,6 +40,7 @@ GIVEN_UP_TIMES = 40.0  # the time without faults, after which a run without a de
 class RunSubject:
     """What is simulated. `step_s`: of a plan. `ideal_s`: of the whole job on all `n_nodes` that a
     run may have at once; `group_s`: on its spot pools alone (None = there are no others);
+    `every_s`: on those too that stand by (None = none do);
     `efficient_s`: there too, were all nodes as efficient as those of the number that gets most out
     of each (None = they are), so that nobody can pay less. `batch_s`: of training that is looked
     at as one event."""
@@ -56,6 +57,7 @@ class RunSubject:
     phase_samples: tuple[SampleProfile | None, ...] = ()  # as NodePrepared tells them
     efficient_s: float | None = None
     group_s: float | None = None
+    every_s: float | None = None
     n_nodes: int = 0
     pool_hardware: tuple[tuple[str, HardwareProfile], ...] = ()
 

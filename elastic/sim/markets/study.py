@@ -190,6 +190,7 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         [study.traces[pool.name].scaled(pool.max_nodes) for pool in spot],
         start_at_s=start_at_s,
         deadline_s=study.deadline_s,
+        ideal_s=subject.ideal_s if subject.every_s is None else subject.every_s,
     )
     if max(pool.max_nodes for pool in spot) >= study.n_nodes:
         return world

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from elastic.errors import SpecError
@@ -62,10 +63,16 @@ class TickWorld:
 
 
 def tick_world(
-    like: TickWorld, traces: Sequence[Trace], *, start_at_s: float, deadline_s: float
+    like: TickWorld,
+    traces: Sequence[Trace],
+    *,
+    start_at_s: float,
+    deadline_s: float,
+    ideal_s: float = inf,
 ) -> TickWorld:
-    """What the traces have from `start_at_s` until the deadline; all else as in `like`. Raises
-    SpecError where even on-demand nodes alone cannot meet it, or a tick is longer than it."""
+    """What the traces have from `start_at_s` until the deadline; all else as in `like`. `ideal_s`:
+    on more nodes than its own. Raises SpecError where neither these nor on-demand nodes alone can
+    meet the deadline, or a tick is longer than it."""
     tick_s = like.tick_s
     n_ticks = int(deadline_s // tick_s)
     if n_ticks < 1:
@@ -77,10 +84,12 @@ def tick_world(
         tuple(trace.nodes_at(start_at_s + k * tick_s) for k in range(n_ticks)) for trace in traces
     )
     world = replace(like, spot=spot)
-    if world.least_s > world.deadline_s:
+    least_s = min(world.least_s, ideal_s + world.start_s)
+    if least_s > world.deadline_s:
+        where = "on demand" if least_s == world.least_s else "on all nodes"
         raise SpecError(
-            f"a deadline of {deadline_s / 3600:.2f} h cannot be met even on demand, which takes "
-            f"{world.least_s / 3600:.2f} h; give that or more"
+            f"a deadline of {deadline_s / 3600:.2f} h cannot be met even {where}, which takes "
+            f"{least_s / 3600:.2f} h; give that or more"
         )
     return world
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ def test_a_deadline_may_need_nodes_on_demand() -> None:
     )
 
 
+@pytest.mark.parametrize(("lasts_h", "standby"), [(1, 0), (10, 2)])
+def test_reservations_that_end_before_the_deadline_do_not_count_for_it(
+    lasts_h: float, standby: int
+) -> None:
+    ends_at_s = time.time() + 3600 * lasts_h
+    held = replace(OWNED, name="held", market_type="reserved", max_nodes=3, ends_at_s=ends_at_s)
+    pools = (replace(SPOT, max_nodes=1), FIXED, held)
+    found = run_nodes(replace(SUBJECT.job, steps=10, deadline_h=9.0), SUBJECT.model, pools)
+    assert found.standby["fixed"] == standby
+
+
 def test_what_is_named_is_taken_as_it_is_named() -> None:
     job: Job = replace(SUBJECT.job, steps=10, purpose="cheapest")
     subject = replace(SUBJECT, job=job, pools=(SPOT, FIXED), literal=True)
@@ -75,10 +87,10 @@ def test_what_is_named_is_taken_as_it_is_named() -> None:
     assert len(machines_of(published, None, {})) == 2, "no run of it is known"
 
 
-def notes(purpose: Purpose, batch: int) -> list[str]:
+def notes(purpose: Purpose, batch: int, budget_usd: float = 0.0) -> list[str]:
     job = replace(SUBJECT.job, steps=1000, purpose=purpose, global_batch=batch)
     subject = replace(SUBJECT, job=job, pools=(SPOT, FIXED), literal=True, steps=1000)
-    asked = Query(subject, Aim(purpose, subject.tokens))
+    asked = Query(subject, Aim(purpose, subject.tokens, budget_usd=budget_usd))
     told: list[str] = aim_limits.plan(asked, machines_of(subject, None, {}))["notes"]
     return [note for note in told if "max_nodes: " in note or "takes the fastest" in note]
 
@@ -96,3 +108,12 @@ def test_what_a_run_enters_and_keeps_is_told_where_the_first_offer_is_another() 
     )
     assert ", which elastic run keeps and pays for: $225/h, $" in note
     assert notes("cheapest", 4)[-1].startswith("3 more nodes without a part in ")
+
+
+def test_what_a_run_enters_is_told_where_the_budget_leaves_another_offer() -> None:
+    """The fastest one, on three nodes, costs $0.24; the next one $0.05, on one of them."""
+    (idle,) = notes("fastest", 8)
+    entered, kept = notes("fastest", 8, 0.1)
+    assert entered.startswith("elastic run takes the fastest layout on all nodes that it has, ")
+    assert ": dp_shard=6,cp=2,tp=2,zero_stage=1, " in entered
+    assert kept == idle and "without a part in dp_shard=6,cp=2,tp=2," in idle

@@ -56,6 +56,18 @@ def test_the_fewest_nodes(needed: int) -> None:
     assert len(set(asked)) < 20
 
 
+def test_hours_and_dollars_are_those_of_all_phases() -> None:
+    asked_for, _ = query(lambda n: max(75.0, 600.0 / n))
+    phases = (replace(SUBJECT, steps=9), replace(SUBJECT, steps=3))
+    both = replace(asked_for, subject=replace(SUBJECT, phases=phases))
+    data = sizing.capacity(replace(both, aim=replace(both.aim, deadline_h=400.0)), [machines()])
+    (row,) = data["kinds"]
+    assert (row["n_nodes"], row["hours"], row["usd"]) == (3, 400.0, 12000.0)
+    assert data["tokens"] == 1e12 + phases[1].tokens > 1e12
+    with pytest.raises(SpecError, match=r" take 6\.2 days"):
+        sizing.capacity(both, [machines()])
+
+
 def test_rounder_numbers_that_divide_better_are_found() -> None:
     # bisection between 32 and 64 ends at 60
     asked_for, _ = query(lambda n: (3900 if n % 5 == 0 else 6300) / n)
