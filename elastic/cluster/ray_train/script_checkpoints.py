@@ -85,6 +85,10 @@ class ReportedCheckpoints:
         """All ranks have added their files: it is whole, and older ones are removed."""
         name, folder = _name(key), key.rpartition("/")[2]
         self.storage.put(f"{REPORTED}/{name}{MARKER}", json.dumps({"folder": folder}).encode())
+        self.remove_older(name)
+
+    def remove_older(self, name: str) -> None:
+        """All before this one but the newest whole ones: groups that were killed leave parts."""
         with suppress(OSError):  # the next one removes them
             keys = self.storage.list(f"{REPORTED}/")
             for old in sorted({_name(one) for one in keys}.difference(_whole(keys)[-KEPT:])):

@@ -49,6 +49,7 @@ class ScriptTrainWorker:
         self._generation = generation_for(told["generation"], self._newest)
         self._n_reports = report_of(self._newest) if self._newest else 0
         self._names: set[str] = set()
+        self._has_reported = False
 
     def report(
         self,
@@ -60,6 +61,9 @@ class ScriptTrainWorker:
         are; the files of all ranks become one checkpoint."""
         folder, delete = more.pop("checkpoint_dir_name", None), self._taken(more)
         self._n_reports += 1
+        if self._ranks["world_rank"] == 0 and not self._has_reported:  # all others wait for it
+            self._stored.remove_older(f"{self._generation:08d}")
+        self._has_reported = True
         folder = folder or f"checkpoint_{self._n_reports:06d}"
         folder, n_given = self._agreed(REPORT, said=folder, given=checkpoint is not None)
         if self._ranks["world_rank"] == 0:

@@ -84,6 +84,21 @@ def test_reports_after_a_cut_journal_are_newer_than_those_before(
         assert found is not None and (Path(found.path) / "state").read_text() == text
 
 
+def test_parts_of_a_group_that_was_killed_make_room_for_the_first_report(
+    place: Path, tmp_path: Path
+) -> None:
+    stored = ReportedCheckpoints(LocalStorage(place))
+    before = made(place)
+    for text in ("one", "two"):
+        before.report({}, checkpoint=saved(tmp_path / "a", text))
+    stored.add(key_in(1, 3, "cut"), tmp_path / "a")
+    made(place, stored.newest(), generation=2).report({})
+    names = {key.split("/")[1] for key in stored.storage.list("reported/")}
+    assert {name.removesuffix(".json") for name in names} == {
+        f"00000001-0000000{n}" for n in (1, 2)
+    }
+
+
 def test_what_has_no_meaning_is_refused_by_its_name(place: Path, tmp_path: Path) -> None:
     worker, checkpoint = made(place), saved(tmp_path / "a", "one")
     given: dict[str, Any] = {
