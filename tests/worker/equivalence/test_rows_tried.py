@@ -111,6 +111,20 @@ def test_at_a_later_step_a_worker_says_it() -> None:
     assert "test_rows_tried.py" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: launch failure")],
+)
+def test_a_worker_leaves_what_its_device_raises_as_it_is(error: Exception) -> None:
+    def called(*_: Any) -> None:
+        raise error
+
+    there: Any = SimpleNamespace(program=HEADS, job=JOB, state=SimpleNamespace(model=called))
+    with pytest.raises(type(error)) as caught:
+        ForwardBackward._output(there, {"input": torch.zeros(1, LENGTH)}, range(0))
+    assert caught.value is error
+
+
 def by_rows(rows: int, reads: bool = False) -> Any:
     def evaluate(model: Any, batch: Any) -> dict[str, Any]:
         output = model(batch["input"])
