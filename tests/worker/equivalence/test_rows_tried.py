@@ -16,7 +16,8 @@ from torch.nn import functional
 from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.types import Job, Pool
-from elastic.worker.equivalence.loss_is_sum import check_before_start
+from elastic.worker.equivalence.loss_is_sum import check_before_start, check_no_rows
+from elastic.worker.program.model_profile import build_meta
 from elastic.worker.step.forward_backward import ForwardBackward
 
 LENGTH = 16
@@ -67,11 +68,14 @@ HEADS = Program(
 JOB = Job(seed=7, steps=4, global_batch=5, microbatch_tokens=LENGTH, layout="dp_shard=2")
 
 
-def before_start(job: Job, **changes: Any) -> None:
-    check_before_start(replace(HEADS, **changes), job, Texts())
+def before_start(job: Job, **changes: Any) -> str:
+    return check_before_start(replace(HEADS, **changes), job, Texts())
 
 
-@pytest.mark.parametrize("layout", [{"layout": "dp_shard=2"}, {"layout": "auto", "pools": POOLS}])
+AUTO = {"layout": "auto", "pools": POOLS}
+
+
+@pytest.mark.parametrize("layout", [{"layout": "dp_shard=2"}, {**AUTO, "min_workers": 2}])
 def test_micro_batches_without_rows_are_tried(layout: dict[str, Any]) -> None:
     """5 samples on 2 ranks, one in each micro-batch."""
     with pytest.raises(
@@ -88,12 +92,35 @@ def test_micro_batches_without_rows_are_tried(layout: dict[str, Any]) -> None:
     [
         {"global_batch": 4},
         {"layout": "dp_shard=1"},
-        {"layout": "auto", "pools": POOLS, "max_workers": 1},
+        {**AUTO, "max_workers": 1},
         {"microbatch_tokens": 3 * LENGTH},
     ],
 )
 def test_where_no_rank_has_them_0_rows_are_not_asked_for(changes: dict[str, Any]) -> None:
-    before_start(replace(JOB, **changes))
+    assert not before_start(replace(JOB, **changes))
+
+
+def test_where_only_more_ranks_have_them_it_is_a_note() -> None:
+    """It trains on one."""
+    note = before_start(replace(JOB, **AUTO))
+    assert note.startswith(
+        "it cannot train on as many ranks as it may have: RuntimeError: cannot reshape"
+    )
+    assert "of 2 data-parallel ranks" in note and note.endswith("fewer ranks (max_workers)")
+
+
+def test_the_length_of_a_sample_is_asked_for_once_while_that_is_found_out() -> None:
+    asked: list[int] = []
+
+    class Counted(Texts):
+        def length(self, index: int) -> int:
+            asked.append(index)
+            return LENGTH
+
+    pools = (replace(POOLS[0], max_nodes=4),)
+    job = replace(JOB, steps=20, **AUTO | {"pools": pools})
+    check_no_rows(HEADS, build_meta(HEADS), job, dataset=Counted())
+    assert len(asked) <= len(Counted()) + 2  # the first sample is read with it
 
 
 def test_a_program_that_takes_no_rows_is_right() -> None:
