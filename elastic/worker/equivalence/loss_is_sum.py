@@ -22,7 +22,7 @@ from elastic.program import Program, drawing
 from elastic.text import n_of
 from elastic.types import Job, Layout, is_auto
 from elastic.user_frames import told
-from elastic.worker.loop.loss_reduction import Means, check_any_rows, is_own
+from elastic.worker.loop.loss_reduction import ROWS_TRIED, Means, check_any_rows, is_own
 from elastic.worker.program.calls import call_model, count_of, loss_of, mapped, tensors_in
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import build_meta
@@ -247,30 +247,42 @@ def check_evaluate(program: Program, model: nn.Module, job: Job) -> None:
 
 
 def check_validation(program: Program, model: nn.Module, job: Job) -> None:
-    """What a validation calls, on shapes. Raises ProgramError where it cannot be called with any
-    number of rows."""
+    """What a validation calls, on shapes. Raises ProgramError where the model cannot be called with
+    as many rows as ranks have, or `evaluate` with any number: of a last batch it gets fewer, where
+    the model gets others beside them."""
     samples = validation_of(program, job)
     if isinstance(samples, Sets):
         samples = next(iter(samples.values()))
     if samples is None or program.batch_dependent:
         return
-    calls: dict[str, Callable[[nn.Module, Batch], object]] = {
-        "the model in evaluation mode": partial(call_model, program)
-    }
-    if program.evaluate is not None:
-        calls["Program.evaluate"] = program.evaluate
+    first = _on_meta(first_sample(job, samples, 1, within=False))
 
     def called(call: Callable[[nn.Module, Batch], object], n: int, mode: Means) -> None:
-        batch = _on_meta(first_sample(job, samples, n, within=False))
         with torch.no_grad(), mode:
-            call(model, batch)
+            call(model, {key: x.new_empty((n, *x.shape[1:])) for key, x in first.items()})
 
+    any_rows = job.microbatch_tokens is not None
     model.eval()
     try:
-        for where, call in calls.items():
-            check_any_rows(where, partial(called, call))
+        check_any_rows(
+            "the model in evaluation mode",
+            partial(called, partial(call_model, program)),
+            ROWS_TRIED if any_rows else _shares(job),
+        )
+        if program.evaluate is not None:
+            check_any_rows("Program.evaluate", partial(called, program.evaluate))
     finally:
         model.train()
+
+
+def _shares(job: Job) -> list[int]:
+    """Samples of a step that a rank may have, where all have equally many or one more: the two
+    smallest numbers, and the largest."""
+    fewest, most = _ranks(job)
+    batch, found = job.global_batch, set[int]()
+    for ranks in range(fewest, most + 1):
+        found |= {batch // ranks, -(-batch // ranks)}
+    return sorted({*sorted(found)[:2], max(found)})
 
 
 def _sums(where: str, numbers: Callable[[], Any]) -> Sums:

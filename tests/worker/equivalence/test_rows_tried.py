@@ -163,6 +163,9 @@ def by_rows(rows: int, reads: bool = False) -> Any:
     return evaluate
 
 
+PAIRS: dict[str, Any] = {"model": lambda: Heads(2, only_there=True)}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -170,13 +173,20 @@ def by_rows(rows: int, reads: bool = False) -> Any:
         ({"evaluate": by_rows(2)}, r"Program\.evaluate raised RuntimeError: .*, over 1 row of the"),
         ({"evaluate": by_rows(5)}, r"Program\.evaluate raised RuntimeError: .*, over 2 rows of"),
         ({"evaluate": by_rows(2, reads=True)}, ""),
-        ({"model": lambda: Heads(2, only_there=True)}, "the model in evaluation mode .* 1 row"),
-        ({"model": lambda: Heads(2, only_there=True), "batch_dependent": True}, ""),
+        (PAIRS, "the model in evaluation mode raised .* 3 rows"),
+        (PAIRS | {"global_batch": 4}, ""),
+        (PAIRS | {"global_batch": 4, "microbatch_tokens": 8 * LENGTH}, "evaluation .* 1 row"),
+        (PAIRS | {"global_batch": 4} | AUTO, "evaluation mode .* 4 rows"),
+        (PAIRS | {"global_batch": 4, "evaluate": by_rows(0)}, r"Program\.evaluate .* 1 row"),
+        (PAIRS | {"batch_dependent": True}, ""),
         ({"model": lambda: Heads(only_there=True)}, ""),
     ],
 )
-def test_a_validation_takes_any_number_of_rows(changes: dict[str, Any], said: str) -> None:
-    job = replace(JOB, microbatch_tokens=None)
+def test_a_validation_takes_the_rows_that_ranks_have(changes: dict[str, Any], said: str) -> None:
+    """The model those of their shares, which are filled up; `evaluate` any number."""
+    of_job = {key: changes[key] for key in changes if hasattr(JOB, key)}
+    changes = {key: changes[key] for key in changes.keys() - of_job.keys()}
+    job = replace(JOB, **{"microbatch_tokens": None} | of_job)
     with pytest.raises(ProgramError, match=said) if said else nullcontext():
         before_start(job, validation=Texts, **changes)
     if not changes.get("evaluate"):
