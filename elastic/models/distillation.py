@@ -71,11 +71,13 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
 
 
 def counted(batch: Mapping[str, Tensor], logits: Tensor) -> Tensor:
-    """Positions of the logits that have a target; all of them where the batch names none. Raises
-    SpecError where it tells in another way which of them count."""
-    target = batch.get("target")
+    """Positions of the logits that have a target; all of them where the batch names none. `labels`
+    are targets where a sample has one row of logits; of a sequence they may be those of the next
+    position. Raises SpecError where it tells in another way which positions count."""
+    one_each = logits.ndim == 2
+    target = batch.get("target", batch.get("labels") if one_each else None)
     own = next((key for key in ("labels", "attention_mask") if key in batch), "")
-    if target is None and own:
+    if target is None and own and not one_each:
         raise SpecError(
             f"distilled: a sample has '{own}' and no 'target': which positions does the student "
             "learn? give counts=lambda batch, logits: a mask of the shape of logits[..., 0]"

@@ -76,6 +76,21 @@ def test_rows_of_causal_lm_are_distilled_where_their_next_token_is_learned() -> 
         distilled(replace(program, count=lambda batch: 1), program).loss((says, wanted), batch)
 
 
+def test_rows_of_a_classifier_are_distilled_where_they_have_a_label() -> None:
+    says, wanted = torch.randn(2, 3, 5)
+    each = divergence(says, wanted, 2.0)
+    both = distilled(replace(STUDENT, loss=lambda output, batch: output.sum() * 0), STUDENT)
+    labels = torch.tensor([1, -100, 4])
+    for more, rows in (
+        ({"labels": labels}, labels != -100),
+        ({"labels": labels, "attention_mask": torch.ones(3, 4)}, labels != -100),
+        ({"labels": torch.rand(3, 5)}, ...),
+        ({"attention_mask": torch.ones(3, 4)}, ...),
+    ):
+        batch = {"pixel_values": torch.ones(3, 2), **more}
+        torch.testing.assert_close(both.loss((says, wanted), batch), each[rows].sum() / 2)
+
+
 def test_the_teacher_is_frozen_evaluates_and_is_no_part_of_the_state() -> None:
     model = PROGRAM.model().train()
     assert model.student.training and not model.teacher.training

@@ -270,8 +270,9 @@ class JobRun:
         job = self.spec.job()
         model = profile_of(self.program, job)
         if n_samples is not None:
-            check_loss(job, self.program)
+            notes = check_loss(job, self.program)
             model = with_few(model, self.spec, n_samples)
+            model = replace(model, notes=(*model.notes, *notes))
         if few := fed(job, sum(pool.max_nodes * pool.gpus_per_node for pool in self.pools)):
             model = replace(model, notes=(*model.notes, few))
         attached = self._attaches(state)

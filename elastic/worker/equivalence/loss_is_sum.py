@@ -4,16 +4,16 @@ driver before a worker starts, and by workers of a model that is too large to be
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elastic.data.batches import item_of
-from elastic.data.budget import Microbatch, TokenBudget, budget_of, no_rows
+from elastic.data.budget import Cut, Microbatch, budget_of, no_rows
 from elastic.data.collate import collate
 from elastic.data.open_datasets import Sets, validation_of
 from elastic.data.order import sample_ids
@@ -22,7 +22,7 @@ from elastic.program import Program, drawing
 from elastic.text import n_of
 from elastic.types import Job, Layout, is_auto
 from elastic.user_frames import told
-from elastic.worker.loop.loss_reduction import Means, check_any_rows, is_own
+from elastic.worker.loop.loss_reduction import ROWS_TRIED, Means, check_any_rows, is_own
 from elastic.worker.program.calls import call_model, count_of, loss_of, mapped, tensors_in
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import build_meta
@@ -38,12 +38,12 @@ ENABLE = "; passes of a validation have no gradients: take them under torch.enab
 MOST_ELEMENTS = 1 << 26  # of an output that the driver makes up: logits of long sequences are more
 
 
-def check_before_start(program: Program, job: Job, dataset: Any) -> None:
+def check_before_start(program: Program, job: Job, dataset: Any) -> str:
     """Raises ProgramError for a loss that is a mean, or numbers beside it, for a first sample that
     the program takes no input from, and for what the program raises over it on shapes and with
     values too. What cannot run without values and is too large to be run with them is not judged:
-    the workers run it."""
-    program = with_job(program, job)
+    the workers run it. Returns a note, '' = none."""
+    program, note = with_job(program, job), ""
     _check_lr_factor(program)
     with torch.random.fork_rng(devices=[]):
         try:
@@ -55,7 +55,7 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> None:
                 most=MOST_ELEMENTS,
             )
             if stopped is None:
-                check_no_rows(program, model, job, dataset=dataset)
+                note = check_no_rows(program, model, job, dataset=dataset)
                 check_beside(
                     program,
                     model,
@@ -72,6 +72,7 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> None:
         if stopped is not None:
             log.info("its loss was not looked at: %s", " ".join(str(stopped).split())[:200])
             _check_with_values(program, lambda: first_sample(job, dataset, 1), stopped)
+    return note
 
 
 def _check_lr_factor(program: Program) -> None:
@@ -150,13 +151,21 @@ def check_beside(
                     )
 
 
-def check_no_rows(program: Program, model: nn.Module, job: Job, *, dataset: Any) -> None:
+def check_no_rows(program: Program, model: nn.Module, job: Job, *, dataset: Any) -> str:
     """A rank with fewer samples than another has micro-batches computes some without rows. Raises
-    ProgramError where one of the first steps has such, and the program cannot."""
+    ProgramError where the program cannot, and one of the first steps has such on the fewest ranks
+    that the job may have; where only more ranks would have them, that is returned."""
     budget = budget_of(job, dataset)
-    said = _has_no_rows(job, budget, len(dataset)) if budget is not None else ""
+    if budget is None:
+        return ""
+    cut = replace(budget, length=cache(budget.length)).cut
+    fewest, most = _ranks(job)
+    always = said = _has_no_rows(job, cut, len(dataset), sizes=[fewest])
+    if not always:
+        sizes = range(most, fewest, -1)[:SIZES_LOOKED]
+        said = _has_no_rows(job, cut, len(dataset), sizes=sizes)
     if not said:
-        return
+        return ""
     none = {key: value[:0] for key, value in first_sample(job, dataset, 1).items()}
     try:
         with torch.no_grad():
@@ -164,17 +173,27 @@ def check_no_rows(program: Program, model: nn.Module, job: Job, *, dataset: Any)
         loss_of(program, made_up(output), none)
     except Exception as error:
         if is_own(error):
-            raise ProgramError(no_rows(job, told(error), said)) from error
+            text = no_rows(job, told(error), said)
+            if always:
+                raise ProgramError(text) from error
+            return f"it cannot train on as many ranks as it may have: {text}"
         log.info("0 rows were not looked at: %s", " ".join(str(error).split())[:200])
+    return ""
 
 
-def _has_no_rows(job: Job, budget: TokenBudget, n_samples: int) -> str:
-    """Of which numbers of ranks one has a micro-batch without samples; '' = of none, as far as one
-    looks."""
+def _has_no_rows(
+    job: Job,
+    cut: Callable[[Sequence[int], Sequence[int]], Cut],
+    n_samples: int,
+    *,
+    sizes: Iterable[int],
+) -> str:
+    """Of which of these numbers of ranks one has a micro-batch without samples; '' = of none, as
+    far as one looks."""
     for step in range(min(job.steps, STEPS_LOOKED)):
         ids = sample_ids(n_samples, job.global_batch, job.seed, step=step)
-        for n in range(_most_ranks(job), 1, -1)[:SIZES_LOOKED]:
-            for rank in budget.cut(ids, (1,) * n):
+        for n in sizes:
+            for rank in cut(ids, (1,) * n):
                 if not all(part.ids for part in rank):
                     mine = sum(len(part.ids) for part in rank)
                     return (
@@ -184,16 +203,18 @@ def _has_no_rows(job: Job, budget: TokenBudget, n_samples: int) -> str:
     return ""
 
 
-def _most_ranks(job: Job) -> int:
-    """Data-parallel ones that the job may have."""
+def _ranks(job: Job) -> tuple[int, int]:
+    """The fewest and the most data-parallel ones that the job may have."""
     if is_auto(job.layout):
         least = Layout(**job.pins)
         n = sum(pool.max_nodes * pool.gpus_per_node for pool in job.pools)
-        n = min(n, job.max_workers or n) * least.dp // least.world_size
+        workers = (job.min_workers, min(n, job.max_workers or n))
+        each = [n * least.dp // least.world_size for n in workers]
     else:
         named = job.layout.values() if isinstance(job.layout, Mapping) else (job.layout,)
-        n = max(job.layout_of(text).dp for text in named)
-    return min(n, job.global_batch)
+        each = [job.layout_of(text).dp for text in named]
+    most = max(1, min(max(each), job.global_batch))
+    return max(1, min(*each, most)), most
 
 
 def check_evaluate(program: Program, model: nn.Module, job: Job) -> None:
@@ -226,30 +247,42 @@ def check_evaluate(program: Program, model: nn.Module, job: Job) -> None:
 
 
 def check_validation(program: Program, model: nn.Module, job: Job) -> None:
-    """What a validation calls, on shapes. Raises ProgramError where it cannot be called with any
-    number of rows."""
+    """What a validation calls, on shapes. Raises ProgramError where the model cannot be called with
+    as many rows as ranks have, or `evaluate` with any number: of a last batch it gets fewer, where
+    the model gets others beside them."""
     samples = validation_of(program, job)
     if isinstance(samples, Sets):
         samples = next(iter(samples.values()))
     if samples is None or program.batch_dependent:
         return
-    calls: dict[str, Callable[[nn.Module, Batch], object]] = {
-        "the model in evaluation mode": partial(call_model, program)
-    }
-    if program.evaluate is not None:
-        calls["Program.evaluate"] = program.evaluate
+    first = _on_meta(first_sample(job, samples, 1, within=False))
 
     def called(call: Callable[[nn.Module, Batch], object], n: int, mode: Means) -> None:
-        batch = _on_meta(first_sample(job, samples, n, within=False))
         with torch.no_grad(), mode:
-            call(model, batch)
+            call(model, {key: x.new_empty((n, *x.shape[1:])) for key, x in first.items()})
 
+    any_rows = job.microbatch_tokens is not None
     model.eval()
     try:
-        for where, call in calls.items():
-            check_any_rows(where, partial(called, call))
+        check_any_rows(
+            "the model in evaluation mode",
+            partial(called, partial(call_model, program)),
+            ROWS_TRIED if any_rows else _shares(job),
+        )
+        if program.evaluate is not None:
+            check_any_rows("Program.evaluate", partial(called, program.evaluate))
     finally:
         model.train()
+
+
+def _shares(job: Job) -> list[int]:
+    """Samples of a step that a rank may have, where all have equally many or one more: the two
+    smallest numbers, and the largest."""
+    fewest, most = _ranks(job)
+    batch, found = job.global_batch, set[int]()
+    for ranks in range(fewest, most + 1):
+        found |= {batch // ranks, -(-batch // ranks)}
+    return sorted({*sorted(found)[:2], max(found)})
 
 
 def _sums(where: str, numbers: Callable[[], Any]) -> Sums:

@@ -279,11 +279,12 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
             )
 
 
-def check_loss(job: Job, program: Program) -> None:
+def check_loss(job: Job, program: Program) -> tuple[str, ...]:
     """Raises SpecError where the loss is a mean, the first sample cannot be read or is no input, or
-    the program raises over it: found here, before a worker starts."""
+    the program raises over it: found here, before a worker starts. Returns notes."""
+    notes: dict[str, None] = {}  # each once
     if job.script:  # whose own the loss is
-        return
+        return ()
     from elastic.worker.equivalence.loss_is_sum import check_before_start
 
     try:
@@ -297,10 +298,12 @@ def check_loss(job: Job, program: Program) -> None:
             continue
         try:
             _check_readable(of, dataset)
-            check_before_start(program, of, dataset)
+            if note := check_before_start(program, of, dataset):
+                notes[note] = None
         except ProgramError as error:
             where = f"phases, entry {number}: " if number else ""
             raise SpecError(f"{job.program}: {where}{error}") from error
+    return tuple(notes)
 
 
 def _check_readable(job: Job, dataset: Any) -> None:

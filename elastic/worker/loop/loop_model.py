@@ -24,6 +24,7 @@ from elastic.errors import ElasticError, ProgramError
 from elastic.text import n_of
 from elastic.user_frames import without_frames
 from elastic.worker.process.call_log import CallLog
+from elastic.worker.process.cuda_errors import of_device_or_memory
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.program.calls import ModelCall, mapped, tensors_in
 
@@ -191,7 +192,8 @@ class LoopModel:
             raise
         except Exception as error:
             given = (x for x in tensors_in([*args, *kwargs.values()]) if x.ndim)
-            if len(next(given, (0,))) or is_collective_error(error):
+            elsewhere = is_collective_error(error) or of_device_or_memory(error)
+            if elsewhere or len(next(given, (0,))):
                 raise
             raised, n = " ".join(f"{type(error).__name__}: {error}".split()), self._n_rows()
             raise NoRows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -136,12 +136,14 @@ def is_own(error: Exception) -> bool:
     return not isinstance(error, ELSEWHERE) and DEVICES.search(str(error)) is None
 
 
-def check_any_rows(where: str, call: Callable[[int, Means], object]) -> None:
+def check_any_rows(
+    where: str, call: Callable[[int, Means], object], rows: Collection[int] = ROWS_TRIED
+) -> None:
     """`call`: with so many rows of the validation set, without values, under that mode. Raises
-    ProgramError where it goes with some numbers of rows and not with others, or ends at a size;
-    what raises for another reason, or once it has read a value, is left to the workers."""
+    ProgramError where it goes with some of these numbers of rows and not with others, or ends at a
+    size; what raises for another reason, or once it has read a value, is left to the workers."""
     raised: dict[int, Exception] = {}
-    for n in ROWS_TRIED:
+    for n in rows:
         means = Means(n)
         try:
             call(n, means)
@@ -149,13 +151,13 @@ def check_any_rows(where: str, call: Callable[[int, Means], object]) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - the user's own code, which may want values
             raised[n] = NotImplementedError(str(error)) if means.reads else error
-    some = len(raised) < len(ROWS_TRIED)
+    some = len(raised) < len(rows)
     for n, found in raised.items():
         if is_own(found) and (some or SIZES.search(str(found))):
             raise ProgramError(
                 f"{where} raised {told(found)}, over {n_of(n, 'row')} of the validation set; a "
-                "rank has its share of global_batch in each batch, and less in the last one: let "
-                "it take any number of rows (x.shape[0] in place of a fixed size)"
+                "rank has its share of global_batch in each batch, and an `evaluate` less in the "
+                "last one: let it take any number of rows (x.shape[0] in place of a fixed size)"
             ) from found
     for found in list(raised.values())[:1]:
         log.info("%s was not looked at: %s", where, " ".join(str(found).split())[:200])

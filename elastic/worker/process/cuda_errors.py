@@ -51,6 +51,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
 
 
+def of_device_or_memory(error: BaseException) -> bool:
+    """CUDA's, or memory gave out: it says nothing of what was called."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(cuda_error(error))
+
+
 def is_assert(error: BaseException) -> bool:
     """A device-side assert?"""
     return ASSERT in cuda_error(error)

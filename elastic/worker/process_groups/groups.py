@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import combinations
@@ -138,16 +138,13 @@ class Groups:
         self.copies: dist.ProcessGroup | None = None
         self.tie: dist.ProcessGroup | None = None  # first and last stage of this rank's pipeline
         self._world: dist.ProcessGroup | None = None
-        # with their ranks, the world first
-        self._made: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
+        self._made: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []  # with ranks, world first
         self._rows: list[dist.ProcessGroup] = []  # of trees: torch need not know of them
-        # the participants that this one is connected with from the start
-        self._near: set[int] = set()
+        self._near: set[int] = set()  # participants that it is connected with from the start
         self._pairs: list[Pairs] = []
         self._listeners: list[tuple[int, Any]] = []  # family and address
         self._secret = ""
-        # of the mesh: name, size, this rank's group
-        self._axes: list[Axis] = []
+        self._axes: list[Axis] = []  # of the mesh
         self._alike: list[list[int]] = []  # ranks of the mesh `experts`
         self._same_experts: dist.ProcessGroup | None = None  # this one's row of them
         self._formed = self._enlisted = False
@@ -236,23 +233,20 @@ class Groups:
         finally:
             self._joining.clear()
             reach.end()
-        if self._aborted:
-            raise ConnectionAbortedError(f"generation {self.generation} was aborted while it met")
+        self.check()
         self._formed = True
 
     def _form(self, at: Rendezvous, me: int, reach: Reach) -> None:
         secret, n_participants = at.secret, len(at.participants)
         timeout = timedelta(seconds=at.timeout_s)
-        if self._aborted:
-            raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
+        self.check()
         # known to `abort` from here on: a connection that it shuts while it is made is made again
         self._store_port = at.store[1]
         tcp, here = rendezvous.connect_store(*at.store, lambda: self._aborted)
         here = outward(here, at)
         choose_for_gloo(here)  # the way to the store is that to others
         tcp.set_timeout(timeout)
-        if self._aborted:
-            raise ConnectionAbortedError(f"generation {self.generation} was aborted before it met")
+        self.check()
         place = rendezvous.place(self.generation, secret)
         self._store, self._secret = PrefixStore(place, tcp), secret
         if (listens := reach.begin(self._store, place, here)) is not None:
@@ -269,18 +263,22 @@ class Groups:
             for group, uses in self._device_groups.items()
             if group.size() > 1 and (self._whole or group is not self.world)
         }
-        self._warming = inodes()
-        try:
-            self.transport.warm_up(cold)
-        finally:
-            self._warming = None
+        self._warm_up(cold)
 
     def first_messages(self) -> None:
         """Connects those that exchange messages in a step. Of all ranks of the plan, when the state
         has moved: until then others need the memory."""
         each = ((group, uses & MESSAGES) for group, uses in self._device_groups.items())
-        self.transport.warm_up({group: uses for group, uses in each if uses})
+        self._warm_up({group: uses for group, uses in each if uses})
         self.check()
+
+    def _warm_up(self, groups: Mapping[dist.ProcessGroup, Collection[Use]]) -> None:
+        self._warming = inodes()
+        try:
+            self.check()  # an abort from here on sees that it runs, and frees it
+            self.transport.warm_up(groups)
+        finally:
+            self._warming = None
 
     def pretend(self, rank: int) -> None:
         """Groups of a layout without the other ranks: collectives return at once and move nothing.
@@ -492,14 +490,14 @@ class Groups:
         gloo first: where a commit cannot come through any more, nobody applies what an aborted
         kernel has left (`check`). While the participants still meet, or where pairs connect when
         they need it, connections are made all the time, and one that is made after the look would
-        wait for a peer that is gone: the look is repeated until `join` has ended (of pairs: until
+        wait for a peer that is gone: the look is repeated until they are made (of pairs: until
         this generation is closed), and who waits to be connected to is freed too."""
         self._aborted = True
         try:
             self._shut_own()
         finally:
             # before the communicators, which may keep this thread for long
-            if self._joining.is_set() or self._pairs:
+            if self._joining.is_set() or self._warming is not None or self._pairs:
                 threading.Thread(
                     target=self._shut_until_joined, name="abort-join", daemon=True
                 ).start()
@@ -518,7 +516,11 @@ class Groups:
     def _shut_until_joined(self) -> None:
         knocked: set[Any] = set()
         n_aborted, ends_s = len(self._device_groups), time.monotonic() + LOOK_MOST_S
-        while (joining := self._joining.is_set()) or (self._pairs and time.monotonic() < ends_s):
+        while (
+            (joining := self._joining.is_set())
+            or self._warming is not None
+            or (self._pairs and time.monotonic() < ends_s)
+        ):
             self._shut_own()
             if (warming := self._warming) is not None and _forming == [self.generation]:
                 self.transport.break_set_up(warming)

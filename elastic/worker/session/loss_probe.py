@@ -8,7 +8,8 @@ every rank raises, all at the same point, with the old boxes still in hand.
 
 A program whose loss is another one each time (noise that is drawn in every mode) has no probe; that
 is tried before the start (rehearsal.py). With the probe at the entry ranks compare what they read
-as a few of the samples: each opens the dataset by itself.
+as a few of the samples: each opens the dataset by itself. Of a stream that is its first item, where
+the run begins.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Probe:
     ) -> None:
         self.place, self.order, self.groups, self.stepper = place, order, groups, stepper
         self.streams = isinstance(place.dataset, Stream)
+        # later a stream stands elsewhere, and what it begins with may be another item by then
+        self.begins = self.streams and order.plan.resume.source == "fresh"
         self.possible = (
             place.probe_repeats
             # a script may not have said what its loss is
@@ -129,7 +132,7 @@ class Probe:
         said = torch.tensor(numbers, dtype=torch.float64)
         self.groups.control.all_reduce(said, dist.ReduceOp.MAX)
         self.possible = not bool(said[1])
-        if self.possible or self.streams:
+        if self.possible or self.begins:
             most, least = said[2:].view(2, -1).unbind()
             self._check_samples((most + least).tolist())
         return float(said[0]) if math.isfinite(float(said[0])) else None
@@ -150,7 +153,7 @@ class Probe:
     def _samples(self) -> list[float]:
         """What this worker reads as some of the samples, in two numbers each; read once."""
         place = self.place
-        told = self.possible or self.streams
+        told = self.possible or self.begins
         if told and not place.samples_read:
             with doing("batch"):
                 for sample in self._ids():

@@ -29,6 +29,7 @@ from elastic.worker.parallel.model_options import begin_microbatch
 from elastic.worker.parallel.pipeline import Pipeline
 from elastic.worker.parallel.stages.carried_values import carries
 from elastic.worker.process.call_log import CallLog
+from elastic.worker.process.cuda_errors import of_device_or_memory
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import Incoming, Number, read
 from elastic.worker.process_groups.axis_ranges import axis_range
@@ -261,7 +262,7 @@ class ForwardBackward:
         except ElasticError:
             raise
         except Exception as error:
-            if rows or is_collective_error(error):
+            if rows or is_collective_error(error) or of_device_or_memory(error):
                 raise
             raised = " ".join(f"{type(error).__name__}: {error}".split())
             where = "this rank has fewer samples of the step than another has micro-batches"

@@ -16,7 +16,8 @@ from torch.nn import functional
 from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.types import Job, Pool
-from elastic.worker.equivalence.loss_is_sum import check_before_start
+from elastic.worker.equivalence.loss_is_sum import check_before_start, check_no_rows
+from elastic.worker.program.model_profile import build_meta
 from elastic.worker.step.forward_backward import ForwardBackward
 
 LENGTH = 16
@@ -67,11 +68,14 @@ HEADS = Program(
 JOB = Job(seed=7, steps=4, global_batch=5, microbatch_tokens=LENGTH, layout="dp_shard=2")
 
 
-def before_start(job: Job, **changes: Any) -> None:
-    check_before_start(replace(HEADS, **changes), job, Texts())
+def before_start(job: Job, **changes: Any) -> str:
+    return check_before_start(replace(HEADS, **changes), job, Texts())
 
 
-@pytest.mark.parametrize("layout", [{"layout": "dp_shard=2"}, {"layout": "auto", "pools": POOLS}])
+AUTO = {"layout": "auto", "pools": POOLS}
+
+
+@pytest.mark.parametrize("layout", [{"layout": "dp_shard=2"}, {**AUTO, "min_workers": 2}])
 def test_micro_batches_without_rows_are_tried(layout: dict[str, Any]) -> None:
     """5 samples on 2 ranks, one in each micro-batch."""
     with pytest.raises(
@@ -88,12 +92,35 @@ def test_micro_batches_without_rows_are_tried(layout: dict[str, Any]) -> None:
     [
         {"global_batch": 4},
         {"layout": "dp_shard=1"},
-        {"layout": "auto", "pools": POOLS, "max_workers": 1},
+        {**AUTO, "max_workers": 1},
         {"microbatch_tokens": 3 * LENGTH},
     ],
 )
 def test_where_no_rank_has_them_0_rows_are_not_asked_for(changes: dict[str, Any]) -> None:
-    before_start(replace(JOB, **changes))
+    assert not before_start(replace(JOB, **changes))
+
+
+def test_where_only_more_ranks_have_them_it_is_a_note() -> None:
+    """It trains on one."""
+    note = before_start(replace(JOB, **AUTO))
+    assert note.startswith(
+        "it cannot train on as many ranks as it may have: RuntimeError: cannot reshape"
+    )
+    assert "of 2 data-parallel ranks" in note and note.endswith("fewer ranks (max_workers)")
+
+
+def test_the_length_of_a_sample_is_asked_for_once_while_that_is_found_out() -> None:
+    asked: list[int] = []
+
+    class Counted(Texts):
+        def length(self, index: int) -> int:
+            asked.append(index)
+            return LENGTH
+
+    pools = (replace(POOLS[0], max_nodes=4),)
+    job = replace(JOB, steps=20, **AUTO | {"pools": pools})
+    check_no_rows(HEADS, build_meta(HEADS), job, dataset=Counted())
+    assert len(asked) <= len(Counted()) + 2  # the first sample is read with it
 
 
 def test_a_program_that_takes_no_rows_is_right() -> None:
@@ -111,6 +138,20 @@ def test_at_a_later_step_a_worker_says_it() -> None:
     assert "test_rows_tried.py" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: launch failure")],
+)
+def test_a_worker_leaves_what_its_device_raises_as_it_is(error: Exception) -> None:
+    def called(*_: Any) -> None:
+        raise error
+
+    there: Any = SimpleNamespace(program=HEADS, job=JOB, state=SimpleNamespace(model=called))
+    with pytest.raises(type(error)) as caught:
+        ForwardBackward._output(there, {"input": torch.zeros(1, LENGTH)}, range(0))
+    assert caught.value is error
+
+
 def by_rows(rows: int, reads: bool = False) -> Any:
     def evaluate(model: Any, batch: Any) -> dict[str, Any]:
         output = model(batch["input"])
@@ -122,6 +163,9 @@ def by_rows(rows: int, reads: bool = False) -> Any:
     return evaluate
 
 
+PAIRS: dict[str, Any] = {"model": lambda: Heads(2, only_there=True)}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -129,13 +173,20 @@ def by_rows(rows: int, reads: bool = False) -> Any:
         ({"evaluate": by_rows(2)}, r"Program\.evaluate raised RuntimeError: .*, over 1 row of the"),
         ({"evaluate": by_rows(5)}, r"Program\.evaluate raised RuntimeError: .*, over 2 rows of"),
         ({"evaluate": by_rows(2, reads=True)}, ""),
-        ({"model": lambda: Heads(2, only_there=True)}, "the model in evaluation mode .* 1 row"),
-        ({"model": lambda: Heads(2, only_there=True), "batch_dependent": True}, ""),
+        (PAIRS, "the model in evaluation mode raised .* 3 rows"),
+        (PAIRS | {"global_batch": 4}, ""),
+        (PAIRS | {"global_batch": 4, "microbatch_tokens": 8 * LENGTH}, "evaluation .* 1 row"),
+        (PAIRS | {"global_batch": 4} | AUTO, "evaluation mode .* 4 rows"),
+        (PAIRS | {"global_batch": 4, "evaluate": by_rows(0)}, r"Program\.evaluate .* 1 row"),
+        (PAIRS | {"batch_dependent": True}, ""),
         ({"model": lambda: Heads(only_there=True)}, ""),
     ],
 )
-def test_a_validation_takes_any_number_of_rows(changes: dict[str, Any], said: str) -> None:
-    job = replace(JOB, microbatch_tokens=None)
+def test_a_validation_takes_the_rows_that_ranks_have(changes: dict[str, Any], said: str) -> None:
+    """The model those of their shares, which are filled up; `evaluate` any number."""
+    of_job = {key: changes[key] for key in changes if hasattr(JOB, key)}
+    changes = {key: changes[key] for key in changes.keys() - of_job.keys()}
+    job = replace(JOB, **{"microbatch_tokens": None} | of_job)
     with pytest.raises(ProgramError, match=said) if said else nullcontext():
         before_start(job, validation=Texts, **changes)
     if not changes.get("evaluate"):

@@ -62,6 +62,31 @@ def test_a_part_without_rows_is_named_with_the_rows_of_the_batch() -> None:
     assert not isinstance(caught.value, ProgramError) and not model.broken
 
 
+class Raises(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        MemoryError(),
+        RuntimeError("CUDA error: unspecified launch failure"),
+    ],
+)
+def test_what_a_device_raises_over_a_part_without_rows_stays_what_it_is(error: Exception) -> None:
+    model = LoopModel(lambda: Raises(error), CallLog(), n_rows=lambda: 3)
+    model.attach(Raises(error))
+    with pytest.raises(type(error)) as caught:
+        model(torch.zeros(0, 4))
+    assert caught.value is error
+
+
 @pytest.mark.parametrize(("rows", "said"), [("len(rows)", ""), ("2", "over 1 row of the valid")])
 def test_the_driver_tries_other_rows_in_an_evaluation_and_leaves_parts_to_the_workers(
     tmp_path: Path, rows: str, said: str

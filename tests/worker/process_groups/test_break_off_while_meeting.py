@@ -22,7 +22,7 @@ from support.worker.ranks import meeting
 from elastic.types import Layout
 from elastic.worker.process_groups import groups, rendezvous
 from elastic.worker.process_groups.groups import Groups
-from elastic.worker.process_groups.transport import is_collective_error
+from elastic.worker.process_groups.transport import Transport, is_collective_error
 
 # what a rank would wait for a peer that does not come; longer than the test may take
 NEVER_S = 900.0
@@ -94,6 +94,48 @@ def test_a_store_that_goes_while_it_is_connected_to_is_not_waited_for(
         with pytest.raises(ConnectionError):
             rendezvous.connect_store(*server.getsockname(), lambda: False)
         assert time.monotonic() - began_s < 5.0
+
+
+class Connecting(Transport):
+    """Waits for a peer in the set-up of its messages until that is broken."""
+
+    def __init__(self) -> None:
+        self.waits, self.broken = threading.Event(), threading.Event()
+
+    def warm_up(self, groups: Any) -> None:
+        self.waits.set()
+        assert self.broken.wait(WITHIN_S)
+        raise dist.DistBackendError("NCCL communicator was not set up")
+
+    def break_set_up(self, before: Any) -> None:
+        self.broken.set()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_order_comes_while_the_first_messages_are_connected(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or before that."""
+    transport = Connecting()
+    of = Groups(1, Layout(), torch.device("cpu"), transport=transport)
+    monkeypatch.setattr(groups, "_forming", [1])
+    found: list[BaseException | None] = []
+
+    def connect() -> None:
+        try:
+            of.first_messages()
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            found.append(error)
+
+    if first:
+        of.abort()
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    if not first:
+        assert transport.waits.wait(WITHIN_S)
+        of.abort()
+    left(thread, found, of)
+    assert transport.waits.is_set() is not first
 
 
 def test_the_order_comes_before_the_group_is_made(
