@@ -10,7 +10,7 @@ from support.worker.chain import job_of, pass_through
 from support.worker.plans import from_copies, plan
 from support.worker.worker_pool import Pool
 
-from elastic.types import Abort, Evaluated, Layout, Quiesced, StepDone, WorkerFailed
+from elastic.types import Abort, Evaluated, Layout, Quiesced, WorkerFailed
 
 pytestmark = pytest.mark.e2e
 PROGRAM = """
@@ -46,8 +46,9 @@ def test_it_is_made_by_those_that_continue(pool: Pool, tmp_path: Path) -> None:
         pool.order(left, Abort(1))
         pool.stores[1] = None
         pool.wait(lambda: pool.events(Quiesced, 1), "the one that is left")
-        assert max(e.step for e in pool.events(StepDone)) == 4 and not pool.events(Evaluated)
         (there,) = pool.events(Quiesced, 1)
+        # rank 0, where that is the lost one, may have told of no step since the third
+        assert 4 in {one.step for one in there.holdings} and not pool.events(Evaluated)
         second = plan(2, Layout(), [left], 12, resume=from_copies(first, 4, there.holdings))
         pool.enter(second)
         pool.wait(lambda: pool.quiesced(2, 1), "the end")
