@@ -14,7 +14,7 @@ from elastic.types import Abort, Evaluated, Layout, Quiesced, WorkerFailed
 
 pytestmark = pytest.mark.e2e
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, {programs!r})
@@ -22,10 +22,14 @@ import tiny
 
 class Fatal(tiny.Strides):
     def __getitem__(self, index):
+        mark = Path({mark!r})
+        mark.with_suffix(f".{{os.getpid()}}").touch()
         try:
-            Path({mark!r}).unlink()  # for one process
+            mark.unlink()  # for one process
         except FileNotFoundError:
             return super().__getitem__(index)
+        while len(list(mark.parent.glob("mark.*"))) < 2:  # the other one has done the step too
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
 program = replace(tiny.program, validation=lambda: Fatal(48, first=512))
