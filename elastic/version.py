@@ -1,10 +1,11 @@
-"""Which version of this package it is, and of what else must be the same on all nodes of a run.
-Imports none of it."""
+"""Which version of this package it is, and of what else must be the same on all nodes of a run;
+where it lies, and what it keeps. Imports none of it."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,13 @@ def source_folder() -> str:
     installed beside other packages, which are each host's own."""
     folder = PACKAGE.parent
     return "" if folder.name in ("site-packages", "dist-packages") else str(folder)
+
+
+def user_cache(variable: str, kind: str = "", environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder in which files of a kind are kept for this user: what the variable names, else one
+    in $XDG_CACHE_HOME (~/.cache)."""
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(environment.get(variable) or Path(base, "elastic", kind)).expanduser()
 
 
 @cache

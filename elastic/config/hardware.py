@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from elastic.catalog.bounded_yaml import SHOWN_MOST
 from elastic.errors import SpecError
 from elastic.types import HardwareProfile
+from elastic.version import user_cache
 
 SCHEMA = 1
 MOST = 1e24  # of any number in it
@@ -27,18 +28,10 @@ AGAIN = "remove it, or measure again: elastic profile JOB"
 
 def path_of(accelerator_type: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Where the file of that kind is."""
-    given = environment.get(PLACE)
-    if given and given.endswith(".json"):
-        return Path(given).expanduser()
-    if given:
-        folder = Path(given).expanduser()
-    else:
-        folder = (
-            Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-            / "elastic"
-            / "hardware"
-        )
-    return folder / f"{accelerator_type.replace('/', '-')}.json"
+    given = user_cache(PLACE, "hardware", environment)
+    if given.suffix == ".json" and environment.get(PLACE):
+        return given
+    return given / f"{accelerator_type.replace('/', '-')}.json"
 
 
 def write_hardware(path: Path, profile: HardwareProfile, about: Mapping[str, Any]) -> None:

@@ -15,6 +15,18 @@ from elastic.types import Layout, Plan, WorkerId
 JOB = str(ROOT / "jobs" / "quickstart")
 
 
+def pools_of(**nodes: int) -> str:
+    """Pools of nodes with two GPUs, by their market."""
+    each = (
+        f"{{name: {name}, market_type: {name}, gpus_per_node: 2, usd_per_node_h: 1, max_nodes: {n}}}"
+        for name, n in nodes.items()
+    )
+    return f"pools=[{', '.join(each)}]"
+
+
+ONE_OF_EACH = pools_of(**{"spot": 1, "on-demand": 1})
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     """Two nodes, then one, then none, for twenty minutes each."""
@@ -229,11 +241,7 @@ def test_nodes_on_demand_count_where_a_run_has_them_at_once(
     trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other policies do the same work, on as many nodes as the spot pool has."""
-    pools = [
-        f"{{name: {name}, market_type: {name}, gpus_per_node: 2, usd_per_node_h: 1, max_nodes: 1}}"
-        for name in ("spot", "on-demand")
-    ]
-    few = words(trace, "--compare", "on-demand", "--set", f"pools=[{', '.join(pools)}]")
+    few = words(trace, "--compare", "on-demand", "--set", ONE_OF_EACH)
     fastest = as_json(capsys, *few)
     cheapest = as_json(capsys, *few, "--set", "purpose=cheapest")
     assert (fastest["nodes"], cheapest["nodes"]) == (2, 1)
@@ -250,11 +258,7 @@ def test_a_deadline_that_all_nodes_meet_is_simulated(
     trace: str, capsys: pytest.CaptureFixture[str], purpose: str
 ) -> None:
     """Spot alone is too slow for it; so are the other policies, which take as many nodes."""
-    pools = [
-        f"{{name: {name}, market_type: {name}, gpus_per_node: 2, usd_per_node_h: 1, max_nodes: {n}}}"
-        for name, n in (("spot", 1), ("on-demand", 3))
-    ]
-    keys = ["--set", f"pools=[{', '.join(pools)}]", "--set", "steps=30000"]
+    keys = ["--set", pools_of(spot=1, **{"on-demand": 3}), "--set", "steps=30000"]
     few = words(trace, *keys, "--set", f"purpose={purpose}", "--set", "deadline_h=6")
     data = as_json(capsys, *few)
     misses = {name: one["deadline_misses"] for name, one in data["policies"].items()}
@@ -270,10 +274,6 @@ def test_nodes_stand_by_also_for_the_smallest_layout_that_is_named(
     trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Four workers, and the spot pool has two."""
-    pools = [
-        f"{{name: {name}, market_type: {name}, gpus_per_node: 2, usd_per_node_h: 1, max_nodes: 1}}"
-        for name in ("spot", "on-demand")
-    ]
-    keys = [f"pools=[{', '.join(pools)}]", "layout={4: dp_shard=4}", "purpose=cheapest"]
+    keys = [ONE_OF_EACH, "layout={4: dp_shard=4}", "purpose=cheapest"]
     few = words(trace, "--compare", "greedy", *(word for key in keys for word in ("--set", key)))
     assert as_json(capsys, *few)["nodes"] == 2

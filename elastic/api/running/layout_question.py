@@ -28,7 +28,7 @@ from elastic.program import Program
 from elastic.types import Job, ModelProfile, Pool
 from elastic.types.grid import axes_of
 from elastic.types.typed_job import Axis
-from elastic.version import python_path, version_of
+from elastic.version import python_path, user_cache, version_of
 
 if TYPE_CHECKING:
     from elastic.worker.equivalence.layout_check import Verdict
@@ -278,9 +278,7 @@ def _key(asked: Mapping[str, Any]) -> str:
 
 
 def _file(asked: Mapping[str, Any]) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(os.environ.get(PLACE) or f"{base}/elastic/layouts").expanduser()
-    return folder / f"{_key(asked)}.json"
+    return user_cache(PLACE, "layouts") / f"{_key(asked)}.json"
 
 
 def _kept(asked: Mapping[str, Any]) -> Verdict | None:

@@ -299,7 +299,7 @@ class RankProcess:
         return self._child
 
     def _begin_questions(self, place: RankPlace) -> tuple[socket.socket, dict[str, Any]]:
-        """The script's end of a line to this process, and what it is told with it. Raises Left,
+        """The script's end of a line to this process, and what goes to it with that. Raises Left,
         OSError, RuntimeError."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 

@@ -21,7 +21,10 @@ from typing import Any
 
 from elastic.cluster.ray_train.script_questions import ERROR
 
-PARENT, QUESTIONS = "ELASTIC_SUPERVISOR", "ELASTIC_RAY_TRAIN"  # its pid; what the worker is told
+PARENT, QUESTIONS = (
+    "ELASTIC_SUPERVISOR",
+    "ELASTIC_RAY_TRAIN",
+)  # its pid; what the script has to know
 PR_SET_PDEATHSIG = 1
 IN_HANDLER = (
     "ray.train: '{what}' is asked by a signal's handler in the middle of such a call; let the "

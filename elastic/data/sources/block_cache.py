@@ -35,6 +35,7 @@ import xxhash
 from elastic.data.progress import gets_on, heard_by
 from elastic.errors import SpecError
 from elastic.storage import Storage
+from elastic.version import user_cache
 
 LOG = logging.getLogger(__name__)
 FOLDER, LIMIT_BYTES = "ELASTIC_CACHE", 20 << 30
@@ -313,8 +314,7 @@ def _locked(handle: int) -> bool:
 
 
 def default_folder() -> str:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return os.environ.get(FOLDER) or f"{base}/elastic"
+    return str(user_cache(FOLDER))
 
 
 def _block_bytes(file: Remote, number: int) -> int:

@@ -29,6 +29,7 @@ from elastic.observe.reporting.run_seen import RunStanding, seen_of_run
 from elastic.observe.run_view import SKIPPED, Point, View
 from elastic.policy.state.fold import EMPTY, State, changes
 from elastic.text import DAY_S
+from elastic.version import user_cache
 
 # names the folder where it is kept, instead of one in the user's cache
 PLACE = "ELASTIC_STATUS"
@@ -120,9 +121,7 @@ def standing_of_run(run: RunFolder) -> RunStanding:
 
 
 def _file(run: RunFolder) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(os.environ.get(PLACE) or f"{base}/elastic/status").expanduser()
-    return folder / f"{key_of(run.uri)}{NAMED}"
+    return user_cache(PLACE, "status") / f"{key_of(run.uri)}{NAMED}"
 
 
 def _code() -> str:

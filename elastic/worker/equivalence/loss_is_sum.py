@@ -56,15 +56,10 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> str:
             )
             if stopped is None:
                 note = check_no_rows(program, model, job, dataset=dataset)
-                check_beside(
-                    program,
-                    model,
-                    job,
-                    train=lambda: dataset,
-                    validation=lambda: validation_of(program, job),
-                )
-                check_evaluate(program, model, job)
-                check_validation(program, model, job)
+                validation = cache(partial(validation_of, program, job))
+                check_beside(program, model, job, train=lambda: dataset, validation=validation)
+                check_evaluate(program, model, job, validation=validation)
+                check_validation(program, model, job, validation=validation)
         except ElasticError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's model and dataset
@@ -123,9 +118,7 @@ def check_beside(
         ("Program.log", program.log, train),
         ("Program.metrics", program.metrics, validation),
     ):
-        samples = opened() if numbers is not None else None
-        if isinstance(samples, Sets):
-            samples = next(iter(samples.values()))
+        samples = _one_set(opened()) if numbers is not None else None
         if numbers is None or samples is None:
             continue
         batches = [first_sample(job, samples, n, within=False) for n in (1, 2)]
@@ -217,12 +210,17 @@ def _ranks(job: Job) -> tuple[int, int]:
     return max(1, min(*each, most)), most
 
 
-def check_evaluate(program: Program, model: nn.Module, job: Job) -> None:
+def _one_set(samples: Any) -> Any:
+    """The first where there are several."""
+    return next(iter(samples.values())) if isinstance(samples, Sets) else samples
+
+
+def check_evaluate(
+    program: Program, model: nn.Module, job: Job, *, validation: Callable[[], Any]
+) -> None:
     """What `Program.evaluate` returns, on shapes. Raises ProgramError for a mean: ranks and layouts
     have other numbers of samples in a batch. What it does with process groups is not tried."""
-    samples = validation_of(program, job) if program.evaluate is not None else None
-    if isinstance(samples, Sets):
-        samples = next(iter(samples.values()))
+    samples = _one_set(validation()) if program.evaluate is not None else None
     if program.evaluate is None or samples is None:
         return
     batch = first_sample(job, samples, 2, within=False)
@@ -246,14 +244,14 @@ def check_evaluate(program: Program, model: nn.Module, job: Job) -> None:
             )
 
 
-def check_validation(program: Program, model: nn.Module, job: Job) -> None:
+def check_validation(
+    program: Program, model: nn.Module, job: Job, *, validation: Callable[[], Any]
+) -> None:
     """What a validation calls, on shapes. Raises ProgramError where the model cannot be called with
     as many rows as ranks have, or `evaluate` with any number: of a last batch it gets fewer, where
     the model gets others beside them."""
-    samples = validation_of(program, job)
-    if isinstance(samples, Sets):
-        samples = next(iter(samples.values()))
-    if samples is None or program.batch_dependent:
+    samples = None if program.batch_dependent else _one_set(validation())
+    if samples is None:
         return
     first = _on_meta(first_sample(job, samples, 1, within=False))
 

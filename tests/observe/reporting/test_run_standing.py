@@ -1,4 +1,4 @@
-"""How a run stands is told from where the last reader was, as a reader of the whole journal tells
+"""How a run stands is read on from where the last reader was, and is as the whole journal tells
 it."""
 
 from __future__ import annotations
