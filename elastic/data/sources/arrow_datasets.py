@@ -7,9 +7,10 @@ The library is imported when such a source is opened: 1 s and 60 to 100 MB of ea
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -258,13 +259,12 @@ def _growth_of(folder: Path) -> Iterator[None]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Files may go away in the middle of it: they are renamed when they are done."""
+    """Files and folders may go away in the middle of it: they are renamed when they are done."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(place, name).stat().st_size
     return total
 
 

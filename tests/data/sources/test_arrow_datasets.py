@@ -4,6 +4,7 @@ ask; a Dataset that a program hands over itself."""
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -189,6 +190,22 @@ def test_it_says_that_it_makes_progress(
     with progress.heard_by(lambda: heard.append(threading.current_thread().name)):
         opened(place, {"dataset": "rows.jsonl", "text": "body", "tokenizer": "bytes", "seq": 2})
     assert threading.current_thread().name in heard, "while they are tokenized"
+
+
+def test_a_folder_that_goes_away_while_it_is_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").write_bytes(b"123")
+    gone, real = tmp_path / "gone", os.scandir
+    gone.mkdir()
+
+    def scandir(path: Any = ".") -> Any:
+        if Path(path) == gone and gone.exists():
+            gone.rmdir()
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert arrow_datasets._bytes_in(tmp_path) == 3 and not gone.exists()
 
 
 MISTAKES = [
