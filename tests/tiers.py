@@ -32,8 +32,10 @@ SELECTED = {
     "whole": "whole and not gpu"
 }  # fmt: skip
 # Processes of pytest-xdist; which runs what: support/scheduling.py. Those of unit wait for a quarter
-# of their time (pools, servers, bounds), the others for two fifths: a third one uses it.
-PARALLEL = ("-n", "3")
+# of their time (pools, servers, bounds), those of e2e for two fifths: a third one uses it. In the
+# later half of whole (runs that wait for clouds, leases and bounds) a third of both cores was idle
+# with three.
+PARALLEL = {"unit": "3", "e2e": "3", "whole": "4"}
 TIERS = ("lint", *SELECTED)
 WHOLE_RUN = ROOT / "tests" / "whole_run.json"  # the last run of every tier, for docs/proven.md
 
@@ -79,7 +81,7 @@ def tests(tier: str, options: Sequence[str]) -> Ran:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        words = ["-q", "-m", SELECTED[tier], *PARALLEL, f"--junitxml={report}", *options]
+        words = ["-q", "-m", SELECTED[tier], "-n", PARALLEL[tier], f"--junitxml={report}", *options]
         code = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT).returncode
         counts = counted(report) if report.is_file() else (0, 0, 0)
         why = reasons(report) if report.is_file() else {}

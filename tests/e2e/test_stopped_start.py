@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.e2e.shell import Shell
+from support.e2e.soak import Before
 from support.waiting import until
 
 from elastic.ledger.lease import newest
@@ -40,7 +41,7 @@ def test_nothing_is_left_of_it(
         "TMPDIR": str(folder), "ELASTIC_LAYOUTS": str(shell.root / "layouts"),
         "TORCHINDUCTOR_CACHE_DIR": str(shell.root / "torch"),  # which it makes when it is imported
     }  # fmt: skip
-    shared = {*Path("/dev/shm").iterdir()}
+    before = Before.now("", folder)
     process = shell.start("run", shell.job(), "--run-name", "one")
     until(
         lambda: MOMENTS[moment](folder) or process.poll() is not None, f"the moment when {moment}"
@@ -50,6 +51,6 @@ def test_nothing_is_left_of_it(
     assert process.returncode == 128 + number, err
     assert err == f"elastic: ended by {number.name}; nothing that it had started is left\n"
     assert [*folder.iterdir()] == [], "no folder is left"
-    assert {*Path("/dev/shm").iterdir()} <= shared
+    assert before.left_in_memory() == []
     sign = newest(LocalStorage(shell.root / "elastic_runs" / "one"))
     assert sign is None or sign.released, "the next driver need not wait"

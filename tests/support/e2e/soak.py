@@ -327,8 +327,12 @@ class Before:
             for pid in processes(self.mark)
         ]
         found += [f"temporary {path}" for path in self.temp.iterdir()]
+        return found + [f"shared memory {name}" for name in self.left_in_memory()]
+
+    def left_in_memory(self) -> list[str]:
+        """Names that are new in /dev/shm, of files that no living process has."""
         new = set(os.listdir("/dev/shm")) - self.shared
-        return found + [f"shared memory {name}" for name in new if not _used(f"/dev/shm/{name}")]
+        return [name for name in sorted(new) if not _used(f"/dev/shm/{name}")]
 
 
 def _used(path: str) -> bool:
