@@ -129,7 +129,7 @@ def simulate(
     trace = load_traces(asked.fit)[0] if asked.fit else None
     like = fitted(trace) if trace is not None else None
     study = _study(asked, names, notes, like=like)
-    notes += _bounded(study)
+    notes += [*_priced(study), *_bounded(study)]
     told = (lambda n: progress(n, study.n_starts)) if progress is not None else None
     found = carried_out(study, processes=processes, progress=told)
     notes += _spent(study, found)
@@ -211,6 +211,20 @@ def _bounded(study: Study) -> list[str]:
             f"{names}: they take no more nodes than spot pools have, {study.n_nodes}, on which the "
             f"job needs {hours(study.group_s / 3600)}: they miss the deadline, whatever the market"
         )
+def _priced(study: Study) -> list[str]:
+    """Pools whose traces have prices of their own."""
+    found = []
+    for pool in study.spot:
+        if usd_per_h := study.traces[pool.name].usd_per_node_h:
+            low, high = usd(min(usd_per_h)), usd(max(usd_per_h))
+            told = low if low == high else f"{low} to {high}"
+            found.append(
+                f"pool {pool.name}: a node costs what its trace says, {told} an hour, for every "
+                "policy and the bound"
+            )
+    return found
+
+
     return told
 
 
