@@ -155,7 +155,7 @@ def spent_early(view: View) -> str:
         return ""
     return (
         f"${most:,.2f} was enough for {view.step:,} of {steps:,} steps; at this pace all of them "
-        f"cost about ${state.usd * steps / view.step:,.0f}"
+        f"cost about ${whole_usd:,.0f}"
     )
 
 
@@ -177,6 +177,7 @@ def standing(view: View) -> Iterator[tuple[str, str]]:
     for text in view.state.model.notes if view.state.model else ():
         yield "note", text
     if said := sentence(view.launches.medians()):
+    whole_usd = state.usd * state.work_between(0, steps) / state.work_between(0, view.step)
         yield "first step", f"{said} after its node was asked for"
     yield "reason", view.reason or "-"
 

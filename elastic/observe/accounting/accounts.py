@@ -16,7 +16,7 @@ from typing import Any
 from elastic.ledger.journal import Doubles, Line
 from elastic.observe.accounting.loss_checks import LossChecks
 from elastic.observe.accounting.transitions import Transition, TransitionTimes, undone
-from elastic.policy.state.fold import EMPTY, Change, State, changes
+from elastic.policy.state.fold import EMPTY, Change, State, changes, ran_until_s
 from elastic.types import (
     Abort,
     CopyStored,
@@ -325,8 +325,7 @@ class Books:
         """A driver that does not attach found nothing alive: its predecessor's nodes ended with it,
         at its last line unless the event says until when they were paid for. Time continues by this
         driver's clock."""
-        if event.attached or event.paid_until_s is not None:
-            self.advance(at_s if event.paid_until_s is None else min(at_s, event.paid_until_s))
+        self.advance(ran_until_s(event, at_s, at_s if self.at_s is None else self.at_s))
         if not event.attached:
             self.sums["wasted_progress"].add(self.group.taken())
             self._waited("waiting_for_capacity")

@@ -25,7 +25,7 @@ def snapshot(run: FollowedRun) -> dict[str, Any]:
     """All of a run but its series, decisions and the pages of its generations."""
     with run.lock:
         view, books = run.view, run.books.so_far()
-        ahead = forecast(run.curve, view.state.rest_work, view.state.usd)
+        ahead = forecast(run.curve, view.state)
         ended = view.ended
         found = {
             **_standing(run, view),
@@ -137,7 +137,7 @@ def advice(run: FollowedRun, books: Account) -> list[dict[str, str]]:
             }
             for one in bound
         ]  # fmt: skip
-    ahead = None if view.ended else forecast(run.curve, view.state.rest_work, view.state.usd)
+    ahead = None if view.ended else forecast(run.curve, view.state)
     limit = view.job.budget_usd
     if ahead is not None and limit and ahead.usd.high > limit:
         said = f"{ahead.usd.mid:.2f} dollars expected, {limit:.2f} may be spent"
