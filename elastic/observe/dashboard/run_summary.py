@@ -113,7 +113,7 @@ def _account(books: Account) -> dict[str, Any]:
 
 def saved(run: FollowedRun, books: Account) -> dict[str, Any]:
     """As `elastic report` has it; `why`: there is nothing to compare."""
-    found = against_on_demand(run.view, books, run.history)
+    found = against_on_demand(books, run.history)
     if isinstance(found, str):
         return {"usd": None, "why": found}
     return {"usd": found.saved_usd, "on_demand_usd": found.usd, "prices": list(found.prices)}
