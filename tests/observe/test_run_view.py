@@ -181,6 +181,15 @@ def test_rates() -> None:
     assert view_of(line for line in lines() if line.at_s <= T0 + 8.5).eta_s() == 4 * 0.5
 
 
+def test_what_lies_between_steps_is_in_the_eta() -> None:
+    """Steps of half a second, two seconds apart: they evaluate, or wait for storage."""
+    slow = [*lines()[:4], *(step(4 + 2.0 * n, n, 1) for n in range(1, 5))]
+    assert view_of(slow).eta_s() == pytest.approx(8 * 2.0)
+    at_once = [*lines()[:4], *(step(6.0, n, 1) for n in range(1, 5))]
+    assert view_of(at_once).eta_s() == 8 * 0.5
+    assert view_of(slow[:5]).eta_s() == 11 * 0.5
+
+
 def test_a_spent_budget_is_weighed_by_the_phases_of_the_job() -> None:
     """Fifty steps of 1 and fifty of 10: all cost eleven times what the first half did."""
     half = two_phases()[:-12]
