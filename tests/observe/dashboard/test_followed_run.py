@@ -20,6 +20,7 @@ from elastic.driver import drive
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line, MemoryJournal, write_line
 from elastic.ledger.run_folder import RunFolder
+from elastic.observe import run_tables
 from elastic.observe.accounting.accounts import account
 from elastic.observe.dashboard import run_shelf
 from elastic.observe.dashboard.drawn_cluster import cluster
@@ -301,6 +302,21 @@ def test_a_step_of_another_phase_counts_as_it_asks() -> None:
     found = forecast(curve_of(lines), view_of(lines).state)
     assert found is not None and found.rest_s.mid == pytest.approx(400.0)
     assert found.n_steps == 29
+
+
+def test_nobody_drives_it_so_nothing_is_paid_by_the_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where workers of a cluster may wait for the next driver still."""
+    for holder, usd_per_h in (("process 1 on here", 108.0), ("", 0.0)):
+        run = followed(tmp_path / f"h{holder}", two_drivers(60.0), holder=lambda _, h=holder: h)
+        run.look()
+        found = snapshot(run)
+        assert found["usd_per_h"] == usd_per_h
+        assert not [one for one in found["advice"] if one["what"] == "nodes"]
+    monkeypatch.setattr(run_tables.time, "time", lambda: small_run.T0 + 600.0)
+    (told,) = [one for one in snapshot(run)["advice"] if one["what"] == "nodes"]
+    assert told["found"].startswith("nobody drives the run: they may be paid until ")
 
 
 def test_saved_and_verdicts_are_those_of_the_report(tmp_path: Path) -> None:
