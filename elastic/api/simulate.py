@@ -69,12 +69,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is asked for. `cluster`: the file whose pools the subject has. `trace`: a file or a
-    folder (a pool per file); '' = made up. `fit`: a trace, of which others like it are made.
-    `calibrate`: a run whose measured times are taken."""
+    """What is asked for. `trace`: a file or a folder (a pool per file); '' = made up. `fit`: a
+    trace, of which others like it are made. `calibrate`: a run whose measured times are taken."""
 
     subject: Subject
-    cluster: str | None = None
     trace: str = ""
     fit: str = ""
     calibrate: str = ""
@@ -149,13 +147,12 @@ def _study(
     pools = source.pools
     spot = [pool for pool in pools if pool.market_type == "spot"]
     if not spot:
-        raise SpecError(
-            f"{asked.cluster or source.name}: it has no spot pool; no market decides over it"
-        )
+        where = source.cluster.file if source.cluster is not None else source.name
+        raise SpecError(f"{where}: it has no spot pool; no market decides over it")
     if not source.steps:
         raise SpecError(f"{source.name}: it has no steps; give --set steps=N")
     measured = _measured(asked, notes)
-    every = machines_of(source, asked.cluster, {}, deadline_h=asked.deadline_h)
+    every = machines_of(source, {}, deadline_h=asked.deadline_h)
     at_once = _at_once(source, every)
     whole = _all_steps(source, at_once, measured)
     stand_by = _counted(every) != _counted(at_once)
@@ -211,6 +208,9 @@ def _bounded(study: Study) -> list[str]:
             f"{names}: they take no more nodes than spot pools have, {study.n_nodes}, on which the "
             f"job needs {hours(study.group_s / 3600)}: they miss the deadline, whatever the market"
         )
+    return told
+
+
 def _priced(study: Study) -> list[str]:
     """Pools whose traces have prices of their own."""
     found = []
@@ -223,9 +223,6 @@ def _priced(study: Study) -> list[str]:
                 "policy and the bound"
             )
     return found
-
-
-    return told
 
 
 def _spent(study: Study, found: Sequence[StartResult]) -> list[str]:
@@ -319,7 +316,7 @@ def _group(
     the job cannot run on them."""
     source = asked.subject
     counts = {p.name: p.max_nodes if p.market_type == "spot" else 0 for p in source.pools}
-    spot = within_max_nodes(source.job, machines_of(source, asked.cluster, counts))
+    spot = within_max_nodes(source.job, machines_of(source, counts))
     if _counted(spot) == _counted(at_once):
         return whole
     try:
