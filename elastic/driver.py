@@ -30,11 +30,11 @@ from elastic.types import (
     StopAsked,
     StorageSeen,
 )
+from elastic.types.typed_job import LINE_EVERY_S as LINE_EVERY_S
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # on a real clock, how long a signal may wait until the loop sees it
-LINE_EVERY_S = 60.0  # at least, while nodes are paid for: a driver that follows knows for how long
 LEAST_WAIT_S = 0.001  # between two looks without news
 AWAY_EVERY_S = 10.0
 COLLECT_EVERY = 20_000  # new objects; a look at thousands of workers makes tens of thousands

@@ -69,12 +69,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is asked for. `cluster`: the file whose pools the subject has. `trace`: a file or a
-    folder (a pool per file); '' = made up. `fit`: a trace, of which others like it are made.
-    `calibrate`: a run whose measured times are taken."""
+    """What is asked for. `trace`: a file or a folder (a pool per file); '' = made up. `fit`: a
+    trace, of which others like it are made. `calibrate`: a run whose measured times are taken."""
 
     subject: Subject
-    cluster: str | None = None
     trace: str = ""
     fit: str = ""
     calibrate: str = ""
@@ -129,7 +127,7 @@ def simulate(
     trace = load_traces(asked.fit)[0] if asked.fit else None
     like = fitted(trace) if trace is not None else None
     study = _study(asked, names, notes, like=like)
-    notes += _bounded(study)
+    notes += [*_priced(study), *_bounded(study)]
     told = (lambda n: progress(n, study.n_starts)) if progress is not None else None
     found = carried_out(study, processes=processes, progress=told)
     notes += _spent(study, found)
@@ -149,13 +147,12 @@ def _study(
     pools = source.pools
     spot = [pool for pool in pools if pool.market_type == "spot"]
     if not spot:
-        raise SpecError(
-            f"{asked.cluster or source.name}: it has no spot pool; no market decides over it"
-        )
+        where = source.cluster.file if source.cluster is not None else source.name
+        raise SpecError(f"{where}: it has no spot pool; no market decides over it")
     if not source.steps:
         raise SpecError(f"{source.name}: it has no steps; give --set steps=N")
     measured = _measured(asked, notes)
-    every = machines_of(source, asked.cluster, {}, deadline_h=asked.deadline_h)
+    every = machines_of(source, {}, deadline_h=asked.deadline_h)
     at_once = _at_once(source, every)
     whole = _all_steps(source, at_once, measured)
     stand_by = _counted(every) != _counted(at_once)
@@ -212,6 +209,20 @@ def _bounded(study: Study) -> list[str]:
             f"job needs {hours(study.group_s / 3600)}: they miss the deadline, whatever the market"
         )
     return told
+
+
+def _priced(study: Study) -> list[str]:
+    """Pools whose traces have prices of their own."""
+    found = []
+    for pool in study.spot:
+        if usd_per_h := study.traces[pool.name].usd_per_node_h:
+            low, high = usd(min(usd_per_h)), usd(max(usd_per_h))
+            told = low if low == high else f"{low} to {high}"
+            found.append(
+                f"pool {pool.name}: a node costs what its trace says, {told} an hour, for every "
+                "policy and the bound"
+            )
+    return found
 
 
 def _spent(study: Study, found: Sequence[StartResult]) -> list[str]:
@@ -305,7 +316,7 @@ def _group(
     the job cannot run on them."""
     source = asked.subject
     counts = {p.name: p.max_nodes if p.market_type == "spot" else 0 for p in source.pools}
-    spot = within_max_nodes(source.job, machines_of(source, asked.cluster, counts))
+    spot = within_max_nodes(source.job, machines_of(source, counts))
     if _counted(spot) == _counted(at_once):
         return whole
     try:

@@ -186,7 +186,6 @@ def _plan(
     if given.trace:
         asked = Simulation(
             query.subject,
-            given.cluster,
             trace=given.trace,
             compare=("on-demand",),
             deadline_h=query.aim.deadline_h,
@@ -270,12 +269,13 @@ def _check_shown(given: argparse.Namespace, question: str) -> None:
 
 
 def _subject(given: argparse.Namespace) -> Subject:
-    head_usd_per_h = 0.0
-    if given.cluster is not None:  # what is wrong there is said before a model is built and tried
-        head_usd_per_h = load_cluster(given.cluster).head_usd_per_h
+    # what is wrong there is said before a model is built and tried
+    cluster = load_cluster(given.cluster) if given.cluster is not None else None
     if given.model:
         found = model_source.of_model(given.model, given.batch or 0, given.precision or "bfloat16")
-        found = replace(found, job=replace(found.job, head_usd_per_h=head_usd_per_h))
+        head_usd_per_h = cluster.head_usd_per_h if cluster is not None else 0.0
+        job = replace(found.job, head_usd_per_h=head_usd_per_h)
+        found = replace(found, job=job, cluster=cluster)
     else:
         overrides = [f"global_batch={given.batch}"] if given.batch else []
         overrides += [f"precision={given.precision}"] if given.precision else []
@@ -287,7 +287,7 @@ def _subject(given: argparse.Namespace) -> Subject:
             overrides=overrides,
             check=given.check,
             drilled=drilled,
-            cluster=given.cluster,
+            cluster=cluster,
         )
     return found.with_layout(given.layout)
 
@@ -341,4 +341,4 @@ def _machines(asked: Sequence[GpuRequest], cloud: str) -> tuple[MachineGroup, ..
 
 def _of_files(given: argparse.Namespace, query: answers.Query) -> tuple[MachineGroup, ...]:
     counts, deadline_h = plan_nodes.nodes_of(given.nodes), query.aim.deadline_h
-    return model_source.machines_of(query.subject, given.cluster, counts, deadline_h=deadline_h)
+    return model_source.machines_of(query.subject, counts, deadline_h=deadline_h)

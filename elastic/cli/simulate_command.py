@@ -12,6 +12,7 @@ from elastic.api import simulate, simulated_drill
 from elastic.api.planning import model_source
 from elastic.api.planning.quantities import hours_of
 from elastic.cli.parser import add_job_or_script, add_overrides, number, option, show, verb, whole
+from elastic.config.clusters import load_cluster
 from elastic.errors import SpecError
 from elastic.observe.plans import simulated
 from elastic.observe.reporting.pictures import asked_for
@@ -77,7 +78,6 @@ def _answered(given: argparse.Namespace) -> int:
         return _drilled(given)
     asked = simulate.Simulation(
         _subject(given),
-        given.cluster,
         trace=given.trace,
         fit=given.fit,
         calibrate=given.calibrate,
@@ -116,8 +116,9 @@ def _subject(given: argparse.Namespace) -> model_source.Subject:
             "simulate: JOB or --script is missing: elastic simulate jobs/quickstart --cluster "
             "cluster_configs/aws_p5_p4d_spot.yaml"
         )
+    cluster = load_cluster(given.cluster) if given.cluster is not None else None
     return model_source.of_job_or_script(
-        given.job, given.script, given.args, overrides=given.overrides, cluster=given.cluster
+        given.job, given.script, given.args, overrides=given.overrides, cluster=cluster
     )
 
 

@@ -68,14 +68,16 @@ def layout_lines(view: View, width: int) -> list[Text]:
     return [head, *(drawn if max(map(len, grid)) <= 2 * width else ())]
 
 
-def pools_table(view: View) -> Table:
-    """Nodes by pool and state, those that are requested, and what a pool's nodes cost now."""
+def pools_table(view: View, driven: bool = True) -> Table:
+    """Nodes by pool and state, those that are requested, and what a pool's nodes cost now, where
+    somebody drives the run."""
+    costs = driven and not view.ended
     by_pool: dict[str, Counter[str]] = {name: Counter() for name in view.pools}
     for node in view.nodes.values():
         by_pool.setdefault(node.pool, Counter())[view.status(node)] += 1
     seen = [state for state in STATES if any(counts[state] for counts in by_pool.values())]
     asked = {name: n for name, n in view.wanted.items() if n}
-    more = (*(["requested"] if asked else []), *([] if view.ended else ["$/h"]))
+    more = (*(["requested"] if asked else []), *(["$/h"] if costs else []))
     heads, rows = ("pool", "market", *seen, *more), []
     for name, counts in by_pool.items():
         pool = view.pools.get(name)
@@ -84,9 +86,9 @@ def pools_table(view: View) -> Table:
             for state in seen
         ]
         cells += [Text(str(asked.get(name, "·")), style="dim")] if asked else []
-        n_paid = 0 if view.ended else view.state.alive_by_pool.get(name, 0)
+        n_paid = view.state.alive_by_pool.get(name, 0)
         usd_per_h = n_paid * pool.usd_per_node_h if pool is not None else 0.0
-        paid = [] if view.ended else [f"{usd_per_h:,.2f}" if usd_per_h else "-"]
+        paid = [f"{usd_per_h:,.2f}" if usd_per_h else "-"] if costs else []
         rows.append((name, pool.market_type if pool else "-", *cells, *paid))
     return table_of(heads, rows, right=range(2, len(heads)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.run_view import View
 from elastic.text import duration, n_of, size
 from elastic.types import Pool
+from elastic.types.typed_job import orphans_paid_s
 
 ALL_OF_IT = 0.95  # of a budget
 
@@ -136,12 +138,34 @@ def ls(rows: Sequence[Row]) -> list[str]:
     return columns([head, *body], right=(2, 3))
 
 
-def spending(view: View) -> str:
-    """`$3.12 of $20.00, $7.20 an hour`."""
+def paid_until_s(view: View, driven: bool) -> float | None:
+    """Until when nodes that nobody drives may be paid for; None = none are. Those of an embedded
+    cluster end with its driver, those of another one when their lease is over."""
+    state = view.state
+    machines = any(seen.starting or seen.leaving for seen in state.instances.values())
+    nodes = any(
+        not node.shared_cores and (pool := state.pool(node.pool)) is not None and pool.paid
+        for node in state.alive
+    )
+    if driven or view.ended or not (machines or nodes):
+        return None
+    until_s = view.at_s + orphans_paid_s(state.job.orphan_lease_s)
+    return until_s if time.time() < until_s else None
+
+
+def spending(view: View, driven: bool = True) -> str:
+    """`$3.12 of $20.00, $7.20 an hour`; of a run that nobody drives without the hour."""
     state, budget = view.state, view.job.budget_usd
     of = f" of ${budget:,.2f}" if budget is not None else ""
-    rate = "" if view.ended else f", ${state.usd_per_h:,.2f} an hour"
+    rate = f", ${state.usd_per_h:,.2f} an hour" if driven and not view.ended else ""
+    if (until_s := paid_until_s(view, driven)) is not None:
+        rate = f", nodes may be paid until {clock(until_s)}"
     return f"${state.usd_at(view.at_s):,.2f}{of}{rate}"
+
+
+def clock(at_s: float) -> str:
+    """`14:05`, of the minute that is over by then, where this is looked at."""
+    return time.strftime("%H:%M", time.localtime(at_s + 59.0))
 
 
 MORE_BUDGET = "raise budget_usd, and run it again"
@@ -153,9 +177,10 @@ def spent_early(view: View) -> str:
     spent = view.phase == "stopped" and most and state.usd >= ALL_OF_IT * most
     if not spent or not 0 < view.step < steps:
         return ""
+    whole_usd = state.usd * state.work_between(0, steps) / state.work_between(0, view.step)
     return (
         f"${most:,.2f} was enough for {view.step:,} of {steps:,} steps; at this pace all of them "
-        f"cost about ${state.usd * steps / view.step:,.0f}"
+        f"cost about ${whole_usd:,.0f}"
     )
 
 
@@ -190,7 +215,7 @@ def brief(view: View, holder: str, goodput: float) -> str:
             f"step {view.progress}",
             *([f"train_loss {now:.4f}"] if now is not None else []),
             f"goodput {100 * goodput:.0f} %",
-            *([spending(view)] if paid(view) else []),
+            *([spending(view, bool(holder))] if paid(view) else []),
         )
     )
 
@@ -200,14 +225,11 @@ def status(
 ) -> list[str]:
     """Where a run stands. `bound`: by what, in one line; `goodput`: None = not told."""
     now, speed = loss(view), view.tokens_per_s()
+    driven = bool(holder) and not view.ended
     rows = [
         ("run", f"{view.state.run} (job {view.job.name or '-'}, epoch {view.state.epoch})"),
         ("phase", phase(view, bool(holder)) + (f", driven by {holder}" if holder else "")),
-        (
-            "step",
-            view.place
-            + (f", ETA {duration(view.eta_s())}" if view.steps and not view.ended else ""),
-        ),
+        ("step", view.place + (f", ETA {duration(view.eta_s())}" if view.steps and driven else "")),
         ("train_loss", "-" if now is None else f"{now:.4f}"),
         *(
             (name, f"{value:.4f} at step {step}")
@@ -216,7 +238,7 @@ def status(
         ),
         *([("speed", f"{speed:,.0f} {view.unit}/s")] if speed else []),
         *([("goodput", f"{100 * goodput:.0f} %")] if goodput is not None else []),
-        *([("dollars", spending(view))] if paid(view) else []),
+        *([("dollars", spending(view, bool(holder)))] if paid(view) else []),
         *standing(view),
         *([("bound by", bound)] if bound else []),
     ]
@@ -253,7 +275,7 @@ def nodes(view: View) -> list[str]:
 
 def status_plain(view: View, holder: str = "", *, goodput: float | None = None) -> dict[str, Any]:
     """The same as data."""
-    away, cut = view.state.away, view.cut_off
+    away, cut, driven = view.state.away, view.cut_off, bool(holder) and not view.ended
     speeds = view.node_speeds.by_node(view.nodes)
     return {
         "run": view.state.run,
@@ -271,12 +293,13 @@ def status_plain(view: View, holder: str = "", *, goodput: float | None = None) 
         "storage_away_s": round(view.at_s - away.since_s, 1) if away else None,
         "driver_cut_off_s": round(view.at_s - cut.since_s, 1) if cut else None,
         "launch_to_first_step_s_by_pool": view.launches.medians(),
-        "eta_s": None if view.ended else view.eta_s(),
+        "eta_s": view.eta_s() if driven else None,
         "tokens_per_s": view.tokens_per_s(),
         "unit": view.unit,
         "goodput": goodput,
         "usd": view.state.usd_at(view.at_s),
-        "usd_per_h": 0.0 if view.ended else view.state.usd_per_h,
+        "usd_per_h": view.state.usd_per_h if driven else 0.0,
+        "paid_until_s": paid_until_s(view, bool(holder)),
         "budget_usd": view.job.budget_usd,
         "generation": view.plan.generation if view.plan else 0,
         "layout": str(view.plan.layout) if view.plan else None,

@@ -207,8 +207,12 @@ class View:
         return "samples" if counts else "tokens"
 
     def eta_s(self) -> float | None:
-        each = self.step_time_s()
-        return None if each is None or not self.steps else self.state.rest_work * each
+        """With what lies between the steps, evaluations and stalls of checkpoints among it."""
+        each, points = self.step_time_s(), self.recent()
+        if each is None or not self.steps:
+            return None
+        n, wall_s = points[-1].step - points[0].step, points[-1].at_s - points[0].at_s
+        return self.state.rest_work * max(each, wall_s / n if n > 0 else 0.0)
 
     @property
     def validation_loss(self) -> float | None:

@@ -46,7 +46,7 @@ class StatusPicture:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
-        view, books = self.seen.view, self.seen.account
+        view, books, driven = self.seen.view, self.seen.account, bool(self.holder)
         yield Rule(self._title(), align="left", style="dim")
         yield self._standing(width)
         if width >= WIDE:
@@ -54,11 +54,12 @@ class StatusPicture:
             grid = Table.grid(expand=True, padding=(0, 2))
             grid.add_column(ratio=1)
             grid.add_column(ratio=1)
-            grid.add_row(Group(*_capacity(view, half)), Group(*_money(view, books, half)))
+            capacity = Group(*_capacity(view, half, driven))
+            grid.add_row(capacity, Group(*_money(view, books, half, driven=driven)))
             yield grid
         else:
-            yield from _capacity(view, width)
-            yield from _money(view, books, width)
+            yield from _capacity(view, width, driven)
+            yield from _money(view, books, width, driven=driven)
         yield from _transitions(view, books.transitions, width)
         yield from self._bound()
 
@@ -83,7 +84,7 @@ class StatusPicture:
 
     def _rows(self, width: int) -> Iterator[tuple[str, RenderableType]]:
         view, totals, steps = self.seen.view, self.seen.account.totals, self.seen.trend
-        yield "step", _steps(view, width)
+        yield "step", _steps(view, width, bool(self.holder))
         if (loss := run_tables.loss(view)) is not None:
             yield "train_loss", f"{loss:.4f}  {trend(steps.losses, TREND)}".rstrip()
         for step, found in list(view.evaluations.items())[-1:]:
@@ -110,21 +111,21 @@ def _heading(title: str, more: str = "") -> RenderableType:
     return Text.assemble("\n", (title, "bold"), (f"  {more}" if more else "", "dim"))
 
 
-def _steps(view: View, width: int) -> RenderableType:
-    """A bar where the end is known."""
+def _steps(view: View, width: int, driven: bool) -> RenderableType:
+    """A bar where the end is known, and when that is, where somebody drives the run."""
     if not view.steps:
         return Text(view.progress)
     room = max(8, min(40, width // 4))
     bar = ProgressBar(
         total=view.steps, completed=min(view.step, view.steps), width=room, complete_style="green"
     )
-    eta = f"  ETA {duration(view.eta_s())}" if not view.ended else ""
+    eta = f"  ETA {duration(view.eta_s())}" if driven and not view.ended else ""
     grid = Table.grid(padding=(0, 2))
     grid.add_row(bar, Text(f"{view.place} ({view.step / view.steps:.0%}){eta}"))
     return grid
 
 
-def _capacity(view: View, width: int) -> Iterator[RenderableType]:
+def _capacity(view: View, width: int, driven: bool) -> Iterator[RenderableType]:
     """The layout, nodes by pool and state, and each of a few, or those that are worth a word."""
     if view.plan is not None and not view.ended:
         yield _heading("layout")
@@ -132,7 +133,7 @@ def _capacity(view: View, width: int) -> Iterator[RenderableType]:
             yield Padding(line, (0, 0, 0, 2))
     if view.nodes or view.pools:
         yield _heading("nodes")
-        yield Padding(picture_parts.pools_table(view), (0, 0, 0, 2))
+        yield Padding(picture_parts.pools_table(view, driven), (0, 0, 0, 2))
     here = [node for node in view.nodes.values() if view.status(node) not in ("lost", "released")]
     whys = {node.node_id: view.node_speeds.why(view.nodes, node.node_id) for node in here}
     shown = [
@@ -150,7 +151,7 @@ def _capacity(view: View, width: int) -> Iterator[RenderableType]:
         yield Padding(Text(f"{name}: {why}", style="yellow"), (0, 0, 0, 2))
 
 
-def _money(view: View, books: Account, width: int) -> Iterator[RenderableType]:
+def _money(view: View, books: Account, width: int, *, driven: bool) -> Iterator[RenderableType]:
     """Goodput and dollars by category, the dearest first."""
     whole = sum(books.gpu_seconds.values())
     bill = sum(books.usd.values())
@@ -158,7 +159,8 @@ def _money(view: View, books: Account, width: int) -> Iterator[RenderableType]:
     if not whole and not priced:
         return
     more = f"goodput {percent(books.totals.goodput)}"
-    yield _heading("time and money", more + (f"  ·  {run_tables.spending(view)}" if priced else ""))
+    spent = f"  ·  {run_tables.spending(view, driven)}" if priced else ""
+    yield _heading("time and money", more + spent)
     names = sorted(books.gpu_seconds, key=lambda n: (-books.gpu_seconds[n], -books.usd[n]))
     room = max(6, min(30, width - 52))
     per, unit = (3600.0, "GPU-h") if whole >= 3600 else (1.0, "GPU-s")

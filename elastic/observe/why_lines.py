@@ -320,7 +320,7 @@ def summary(seen: RunSeen, found: Sequence[RunVerdict]) -> list[WhyRow]:
 
 
 def _saved(seen: RunSeen) -> list[str]:
-    found = against_on_demand(seen.view, seen.account, seen.history)
+    found = against_on_demand(seen.account, seen.history)
     if isinstance(found, str):
         return []
     less = "less" if found.saved_usd >= 0 else "more"

@@ -12,6 +12,11 @@ from typing import Any, Final, Literal, TypeVar
 from elastic.types.nouns import AUTO, LAYOUT_OPTIONS, Layout, Pool, named_after_auto, parse_layout
 
 T = TypeVar("T")
+# between two lines of a journal at the most, while nodes are paid for: a driver that follows knows
+# for how long
+LINE_EVERY_S = 60.0
+# workers of a run whose driver is gone save and leave by themselves for so long, behind their lease
+LEAVE_MOST_S = 150.0
 # of the key `batch_norm`, besides {group: N}
 NormWord = Literal["auto", "step", "microbatch"]
 AUTO_NORM: Final = "auto"
@@ -41,6 +46,12 @@ OLDER: Mapping[str, Any] = {
     "eval_samples": 0,
     "batch_norm": MICROBATCH,
 }
+
+
+def orphans_paid_s(orphan_lease_s: float) -> float:
+    """For how long behind the last line of a driver that is gone its nodes may be paid for: it may
+    have lived until the next one was due, and its workers leave after their lease."""
+    return LINE_EVERY_S + orphan_lease_s + LEAVE_MOST_S
 
 
 @dataclass(frozen=True)

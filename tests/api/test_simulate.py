@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli.calls import as_json, called
@@ -54,6 +55,24 @@ def test_it_says_dollars_time_and_misses_of_each_policy(
     assert own["cost_vs_on_demand"]["median"] < 1 < own["wall_h"]["median"] * 10
     assert data["policies"]["on-demand"]["cost_vs_on_demand"]["median"] == 1
     assert any("--calibrate" in note for note in data["notes"])
+
+
+def test_a_trace_says_what_nodes_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a pool that says no price."""
+    path = tmp_path / "spot.csv"
+    levels = ((0, 2), (2400, 1), (3600, 0), (4800, 2), (6000, 1), (7200, 1))
+    path.write_text("at_s,nodes,usd_per_node_h\n" + "".join(f"{s},{n},3\n" for s, n in levels))
+
+    def answered(usd: float) -> dict[str, Any]:
+        pool = f"{{name: spot, market_type: spot, gpus_per_node: 2, usd_per_node_h: {usd}, "
+        few = ("--compare", "on-demand,greedy,bound", "--deadline", "4h")
+        return as_json(capsys, *words(str(path), *few, "--set", f"pools=[{pool}max_nodes: 2}}]"))
+
+    as_the_pool, *others = answered(3), answered(10), answered(0)
+    for other in others:
+        assert other["policies"] == as_the_pool["policies"]
+        assert "pool spot: a node costs what its trace says, $3" in "".join(other["notes"])
+    assert as_the_pool["policies"]["elastic"]["cost_vs_bound"]["median"] >= 1
 
 
 def test_runs_that_the_budget_ends_are_told(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from threading import Timer
 from threading import enumerate as enumerate_threads
 
 import pytest
+from support.observe.odd_runs import two_phases
 from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
 from support.waiting import until
 
@@ -43,6 +44,7 @@ from elastic.types import (
     RequestNodes,
     Resume,
     StepDone,
+    Stop,
 )
 
 
@@ -177,6 +179,24 @@ def test_rates() -> None:
     view = view_of(lines())
     assert view.tokens_per_s() == 2048
     assert view_of(line for line in lines() if line.at_s <= T0 + 8.5).eta_s() == 4 * 0.5
+
+
+def test_what_lies_between_steps_is_in_the_eta() -> None:
+    """Steps of half a second, two seconds apart: they evaluate, or wait for storage."""
+    slow = [*lines()[:4], *(step(4 + 2.0 * n, n, 1) for n in range(1, 5))]
+    assert view_of(slow).eta_s() == pytest.approx(8 * 2.0)
+    at_once = [*lines()[:4], *(step(6.0, n, 1) for n in range(1, 5))]
+    assert view_of(at_once).eta_s() == 8 * 0.5
+    assert view_of(slow[:5]).eta_s() == 11 * 0.5
+
+
+def test_a_spent_budget_is_weighed_by_the_phases_of_the_job() -> None:
+    """Fifty steps of 1 and fifty of 10: all cost eleven times what the first half did."""
+    half = two_phases()[:-12]
+    usd = view_of(half).state.usd
+    stop = tick(54.0, actions=(Stop("stopped", "the budget is spent"),))
+    said = run_tables.spent_early(view_of([*two_phases(budget_usd=usd)[:-12], stop]))
+    assert said.endswith(f"at this pace all of them cost about ${11 * usd:,.0f}")
 
 
 def test_what_is_counted_is_named() -> None:

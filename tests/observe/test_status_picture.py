@@ -48,8 +48,8 @@ def shown(picture: RenderableType, width: int) -> str:
     return text
 
 
-def status(seen: RunSeen, width: int) -> str:
-    return shown(StatusPicture(seen, "process 7 on here", verdicts(seen.evidence)), width)
+def status(seen: RunSeen, width: int, holder: str = "process 7 on here") -> str:
+    return shown(StatusPicture(seen, holder, verdicts(seen.evidence)), width)
 
 
 def words(text: str) -> str:
@@ -108,6 +108,46 @@ def test_a_long_reason_gives_way_to_the_other_columns() -> None:
 
     text = status(seen_of([longer(line) for line in priced()]), 60)
     assert re.search(r"  2     notice   0.50 s   b goes in 30 s: .*…", text)
+
+
+def told(seen: RunSeen, holder: str) -> list[str]:
+    """In each of its forms."""
+    view = seen.view
+    return [
+        words(status(seen, 100, holder)), " ".join(run_tables.status(view, holder)),
+        run_tables.brief(view, holder, 0.5),
+    ]  # fmt: skip
+
+
+def test_of_a_run_that_nobody_drives_neither_an_end_nor_dollars_an_hour_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a cluster its nodes may be paid until their lease is over."""
+    seen = seen_of(priced())
+    for driven in told(seen, "process 7 on here"):
+        assert ("ETA" in driven or driven.startswith("tiny-1")) and "$108.00 an hour" in driven
+    for text in told(seen, ""):
+        assert "interrupted" in text and "$0.20 of $20.00" in text
+        assert "ETA" not in text and "an hour" not in text and "may be paid" not in text
+    plain = run_tables.status_plain(seen.view)
+    assert (plain["eta_s"], plain["usd_per_h"], plain["paid_until_s"]) == (None, 0.0, None)
+    until_s = T0 + 8.5 + 60.0 + 900.0 + 150.0
+    monkeypatch.setattr(run_tables.time, "time", lambda: until_s - 1.0)
+    for text in told(seen, ""):
+        assert f"$0.20 of $20.00, nodes may be paid until {run_tables.clock(until_s)}" in text
+    assert run_tables.status_plain(seen.view)["paid_until_s"] == until_s
+    assert run_tables.status_plain(seen.view, "process 7 on here")["paid_until_s"] is None
+    monkeypatch.setattr(run_tables.time, "time", lambda: until_s + 1.0)
+    assert "may be paid" not in "".join(told(seen, ""))
+
+
+def test_nodes_of_an_embedded_cluster_end_with_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = seen_of(priced())
+    monkeypatch.setattr(run_tables.time, "time", lambda: T0 + 9.0)
+    assert run_tables.paid_until_s(seen.view, False) is not None
+    here = {name: replace(n, shared_cores=8) for name, n in seen.view.state.nodes.items()}
+    seen.view.state = replace(seen.view.state, nodes=here)
+    assert run_tables.paid_until_s(seen.view, False) is None
 
 
 def test_before_the_first_line() -> None:
@@ -174,11 +214,7 @@ def test_a_status_is_drawn_on_a_terminal_and_plain_elsewhere(
     assert main(["status", str(run)]) == 0
     plain = capsys.readouterr().out
     assert "\x1b" not in plain and "│" not in plain and "━" not in plain
-    for row in (
-        "goodput     51 %",
-        "dollars     $0.20 of $20.00, $108.00 an hour",
-        "speed       2,048",
-    ):
+    for row in ("goodput     51 %", "dollars     $0.20 of $20.00\n", "speed       2,048"):
         assert row in plain
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert main(["status", str(run)]) == 0
@@ -203,8 +239,8 @@ def test_a_status_is_drawn_on_a_terminal_and_plain_elsewhere(
 
 def test_a_quiet_status_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run), "-q"]) == 0
-    said = "tiny-1  interrupted  step 8 of 12  train_loss 5.2000  goodput 51 %  $0.20 of $20.00, "
-    assert capsys.readouterr().out == f"{said}$108.00 an hour\n"
+    said = "tiny-1  interrupted  step 8 of 12  train_loss 5.2000  goodput 51 %  $0.20 of $20.00\n"
+    assert capsys.readouterr().out == said
     assert run_tables.brief(seen_of([]).view, "", 0.0) == "  interrupted  step 0  goodput 0 %"
 
 

@@ -16,7 +16,7 @@ from elastic.api.running.entry import keys_beside, loaded_from
 from elastic.api.running.layout_question import LayoutCheck, asked_of, checked
 from elastic.api.running.local_pools import on_cluster
 from elastic.api.running.start_checks import check_drill
-from elastic.config.clusters import load_cluster
+from elastic.config.clusters import ClusterSpec
 from elastic.config.job import JobSpec, job_data
 from elastic.config.pool_checks import unlimited
 from elastic.config.script import script_file
@@ -45,8 +45,9 @@ class Subject:
     """`pools`: its own, of a job. `steps`: 0 = not said. `sample_bytes`: of its tensors as the
     loader hands them on, 0 = not known. `literal`: a layout that it names is planned with the
     options that `elastic run` gives it, not with the best ones. `phases`: of a job with several,
-    each for itself; this one is then the first of them, and `whole` the job of them all.
-    `compared`: its layouts are known to compute the same, as far as that is tried before a run."""
+    each for itself; this one is then the first of them, and `whole` the job of them all. `cluster`:
+    the file whose pools stand in for the job's own, where one is given. `compared`: its layouts are
+    known to compute the same, as far as that is tried before a run."""
 
     name: str
     model: ModelProfile
@@ -59,6 +60,7 @@ class Subject:
     phases: tuple[Subject, ...] = ()
     whole: Job | None = None
     compared: bool = True
+    cluster: ClusterSpec | None = None
 
     @property
     def sample_tokens(self) -> int:
@@ -142,12 +144,12 @@ def of_job(
     check: bool = False,
     *,
     drilled: bool = False,
-    cluster: str | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> Subject:
     """Traces the program on the meta device; nothing is allocated. `check`: compares what its
     layouts compute, as a run does before it starts; `drilled`: refuses what such a run refuses of
-    its drill; `cluster`: a file whose pools, floor and price of the head it has, as a run there.
-    Raises SpecError, ProgramError."""
+    its drill; `cluster`: whose pools, floor and price of the head it has, as a run there. Raises
+    SpecError, ProgramError."""
     data, where = job_data(folder, overrides)
     if (
         "script" not in data
@@ -168,7 +170,7 @@ def of_script(
     overrides: Sequence[str] = (),
     check: bool = False,
     drilled: bool = False,
-    cluster: str | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> Subject:
     """The same of a script by itself, which is run up to its loop; `job`: as in `run_script`."""
     file = script_file(script)
@@ -186,7 +188,7 @@ def of_job_or_script(
     overrides: Sequence[str] = (),
     check: bool = False,
     drilled: bool = False,
-    cluster: str | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> Subject:
     """Whichever a command line names; a script wins, `job` is then as in `of_script`."""
     if script:
@@ -204,11 +206,11 @@ def _of_data(
     *,
     check: bool,
     drilled: bool,
-    cluster: str | None,
+    cluster: ClusterSpec | None,
 ) -> Subject:
     spec, program = loaded_from(folder, data, where)
     if cluster is not None:
-        spec = on_cluster(spec, load_cluster(cluster))
+        spec = on_cluster(spec, cluster)
     if drilled:
         check_drill(spec.drill, [pool.pool() for pool in spec.pools], embedded=True)
     notes: tuple[str, ...] = () if "pools" in data else (OWN_POOLS,)
@@ -217,7 +219,9 @@ def _of_data(
     comparison = LayoutCheck(asked_of(spec, pools, program), sys.stderr) if check else None
     with closing(comparison or ExitStack()):
         first, *later = (
-            _of_spec(each, program, where, notes=notes, comparison=comparison)
+            replace(
+                _of_spec(each, program, where, notes=notes, comparison=comparison), cluster=cluster
+            )
             for each in spec.each_phase()
         )
     if not later:
@@ -294,13 +298,12 @@ def _closed(
 
 
 def machines_of(
-    subject: Subject, cluster: str | None, counts: Mapping[str, int], *, deadline_h: float = 0.0
+    subject: Subject, counts: Mapping[str, int], *, deadline_h: float = 0.0
 ) -> tuple[MachineGroup, ...]:
     """Of the cluster file's pools, else the job's own: as many as a run of the job has, with this
     deadline, or its own; of those in `counts` so many. Raises SpecError."""
-    if cluster is not None:
-        spec = load_cluster(cluster)
-        pools, prices = spec.pools, dict(spec.prices_of)
+    if subject.cluster is not None:
+        pools, prices = subject.cluster.pools, dict(subject.cluster.prices_of)
     else:
         pools, prices = (
             subject.pools,

@@ -31,7 +31,7 @@ from elastic.storage import open_storage
 from elastic.storage.local import LocalStorage
 from elastic.text import n_of
 from elastic.types import DriverStarted, Pool, Stop, WorkerFailed
-from elastic.types.typed_job import IN_JOB
+from elastic.types.typed_job import IN_JOB, orphans_paid_s
 from elastic.worker.hosting.resume_checks import (
     check_not_done,
     found_copies,
@@ -219,19 +219,15 @@ def check_storage(asked: str | None, run: str) -> None:
 
 
 def paid_until_s(before: Sequence[Line], orphan_lease_s: float, embedded: bool) -> float | None:
-    """Until when the nodes of a driver that is gone may have been paid for: it may have lived until
-    a line was due, its workers leave after their lease. One that has ended the run has given them
-    back. None = there was no driver."""
-    from elastic.cluster.nodes.demand import LEAVE_MOST_S
-    from elastic.driver import LINE_EVERY_S
-
+    """Until when the nodes of a driver that is gone may have been paid for. One that has ended the
+    run has given them back. None = there was no driver."""
     if not before:
         return None
     last = before[-1]
     ended = last.decision is not None and any(
         isinstance(action, Stop) for action in last.decision.actions
     )
-    return last.at_s + (0.0 if embedded or ended else LINE_EVERY_S + orphan_lease_s + LEAVE_MOST_S)
+    return last.at_s + (0.0 if embedded or ended else orphans_paid_s(orphan_lease_s))
 
 
 def check_drill(drill: Sequence[DrillSpec], pools: Sequence[Pool], embedded: bool) -> None:

@@ -185,6 +185,8 @@ class AutoscalerNodes(ClusterNodes):
     # Ray ids that the run had when this driver came
     _inherited: set[str] = field(default_factory=set)
     _seen: dict[str, InstancesSeen] = field(default_factory=dict)  # as last told
+    # by pool: that started for this run, have joined and are released at once
+    _unwanted: Counter[str] = field(default_factory=Counter)
     # of a pool's requests in a row: instances that did not join
     _late: Counter[str] = field(default_factory=Counter)
 
@@ -284,7 +286,8 @@ class AutoscalerNodes(ClusterNodes):
             before = self._seen.get(pool.name, InstancesSeen(pool.name))
             waits = sum(asked.missing for asked in self._open if asked.pool == pool.name)
             known = coming[pool.name] if report.machines else 0
-            starting = min(known, max(waits, before.starting))
+            still = before.starting - self._unwanted.pop(pool.name, 0)
+            starting = min(known, max(waits, still))
             now = InstancesSeen(pool.name, starting, leaving[pool.name])
             self._seen[pool.name] = now
             events += [now] if now != before else []
@@ -299,6 +302,7 @@ class AutoscalerNodes(ClusterNodes):
         due = found.ray_id in self._inherited or time.monotonic() < self.takes_until_s
         if pool is None or (asked is None and not due):
             self._dropped[found.ray_id] = name
+            self._unwanted[name] += 1
             return None
         self._late.pop(name, None)
         if asked is not None:

@@ -52,12 +52,13 @@ LOG_MOST_BYTES = 1 << 20
 @dataclass(frozen=True)
 class AutoscalerReport:
     """`given`: Ray id -> pool of the nodes that are the run's. By pool: `coming` instances that
-    have not joined yet, how many launches `failed` so far and `why` the last one did, why a pool is
-    `refused`. `impossible`: the cluster cannot have all that is asked of it together, and starts
-    nothing. `replaced`: a newer driver has the run. `looked_s`: seconds since its last look at the
-    cluster ended, well or not: one that hangs in a look still answers orders, and asks for nothing
-    more. `machines`: what is `coming` has a machine, that is paid for (of a pod nobody knows).
-    `stay`: nodes that were released and that the cluster keeps, for whoever asks next."""
+    have not joined yet and are not those that another run waits for before it, how many launches
+    `failed` so far and `why` the last one did, why a pool is `refused`. `impossible`: the cluster
+    cannot have all that is asked of it together, and starts nothing. `replaced`: a newer driver has
+    the run. `looked_s`: seconds since its last look at the cluster ended, well or not: one that
+    hangs in a look still answers orders, and asks for nothing more. `machines`: what is `coming`
+    has a machine, that is paid for (of a pod nobody knows). `stay`: nodes that were released and
+    that the cluster keeps, for whoever asks next."""
 
     given: Mapping[str, str] = field(default_factory=dict)
     coming: Mapping[str, int] = field(default_factory=dict)
@@ -138,6 +139,7 @@ class AutoscalerAgent:
 
     def _report(self, order: DemandReport) -> AutoscalerReport:
         types = {pool.name: self._type_name(pool) for pool in order.pools}
+        every = {pool.name: self._type_name(pool) for pool in self._pools.values()}
         scaling, reasons = self._scaling, self._reasons.by_type
         bundles = {pool.name: bundle_of(pool, self._types) for pool in order.pools}
         asked: Mapping[ResourceBundle, int] = self._asked or {}
@@ -145,9 +147,10 @@ class AutoscalerAgent:
             {(frozenset(b.resources), frozenset(b.selector)): n for b, n in asked.items()}
         )
         current = self._asked_for == self._heard and bool(asked)
+        coming = self._demand.coming(order.namespace, scaling.coming, every, now_s=time.monotonic())
         return AutoscalerReport(
             self._demand.given(order.namespace),
-            {name: scaling.coming[kind] for name, kind in types.items()},
+            {name: coming[name] for name in types},
             {name: scaling.failed[kind] for name, kind in types.items()},
             {name: reasons[kind] for name, kind in types.items() if kind in reasons},
             {name: bundle for name, bundle in bundles.items() if isinstance(bundle, str)},

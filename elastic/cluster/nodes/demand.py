@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elastic.types import Node, Pool
+from elastic.types.typed_job import LEAVE_MOST_S
 
 UNASKED_S = 10.0  # a node that nobody of us asked for may be somebody else's, who uses it by then
 # what the driver before has asked for and paid comes to the next one, until it knows what it wants
 TAKE_OVER_S = 45.0
-# workers of a run whose driver is gone save and leave by themselves for so long
-LEAVE_MOST_S = 150.0
 
 
 def left_paid(nodes: Iterable[Node], pools: Iterable[Pool], lease_s: float) -> str:
@@ -170,6 +169,22 @@ class Demand:
                     if n in nodes and not nodes[n].draining and n in run.given
                 )
         return total
+
+    def coming(
+        self, name: str, instances: Mapping[str, int], types: Mapping[str, str], *, now_s: float
+    ) -> dict[str, int]:
+        """By pool: how many of the `instances` (by node type) that are on their way are this run's.
+        Each run has those that it still waits for, in the order in which nodes are dealt; what
+        nobody waits for is of whoever gave it up. `types`: pool -> node type."""
+        left, own = Counter(instances), Counter[str]()
+        for namespace, run in self.runs.items():
+            given = Counter(run.given[node] for node in run.given.keys() - run.order.held)
+            for pool, n in ({} if run.silent else run.waits(now_s)).items():
+                kind = types.get(pool, pool)
+                found = max(0, min(n - given[pool], left[kind]))
+                left[kind] -= found
+                own[pool] += found if namespace == name else 0
+        return {pool: own[pool] + left[kind] for pool, kind in types.items()}
 
     def overdue(self, now_s: float) -> list[_Run]:
         """Runs without a driver whose workers should have left by now."""

@@ -16,7 +16,7 @@ from typing import Any
 from elastic.ledger.journal import Doubles, Line
 from elastic.observe.accounting.loss_checks import LossChecks
 from elastic.observe.accounting.transitions import Transition, TransitionTimes, undone
-from elastic.policy.state.fold import EMPTY, Change, State, changes
+from elastic.policy.state.fold import EMPTY, Change, State, changes, ran_until_s
 from elastic.types import (
     Abort,
     CopyStored,
@@ -189,6 +189,9 @@ class Books:
     tokens: int = 0
     carry_s: float = 0.0
     stall_s: float = 0.0
+    # what the newest step has left between steps, and its generation and moment
+    left: _Amount = field(default_factory=_Amount)
+    left_of: tuple[int, float] | None = None
     # category of a slow first step: of the step to come, of the last one
     first_of: tuple[str, str] = ("", "")
     timing: TransitionTimes = field(default_factory=TransitionTimes)
@@ -325,8 +328,7 @@ class Books:
         """A driver that does not attach found nothing alive: its predecessor's nodes ended with it,
         at its last line unless the event says until when they were paid for. Time continues by this
         driver's clock."""
-        if event.attached or event.paid_until_s is not None:
-            self.advance(at_s if event.paid_until_s is None else min(at_s, event.paid_until_s))
+        self.advance(ran_until_s(event, at_s, at_s if self.at_s is None else self.at_s))
         if not event.attached:
             self.sums["wasted_progress"].add(self.group.taken())
             self._waited("waiting_for_capacity")
@@ -351,7 +353,11 @@ class Books:
             self.timing.settled_at_s = self.at_s
 
     def _step(self, event: StepDone, at_s: float) -> None:
-        gathered = self.group.taken()
+        gathered, moment = self.group.taken(), (event.generation, at_s)
+        if not gathered.wall_s and self.left_of == moment:
+            gathered = self._taken_of_left(event.step_time_s + self.carry_s + self.stall_s)
+        elif gathered.wall_s > 0:
+            self.left, self.left_of = _Amount(), moment
         shares: tuple[float, ...] = (0.0, 0.0, 0.0)
         if gathered.wall_s > 0:
             owed_s = event.step_time_s + self.carry_s
@@ -367,6 +373,7 @@ class Books:
             self.sums["checkpoint_save"].add(gathered, save_s / gathered.wall_s)
             rest_s = max(0.0, gathered.wall_s - step_s - save_s)
             self.sums["between_steps"].add(gathered, rest_s / gathered.wall_s)
+            self.left.add(gathered, rest_s / gathered.wall_s)
         self._take_off_first(gathered.wall_s * shares[0])
         one = _Step(event.step, event.tokens, event.train_loss, gathered, shares)
         self._book(one)
@@ -374,6 +381,18 @@ class Books:
         if self.keeps and len(self.steps) > 2 * self.keeps:  # no recovery goes back so far
             self.steps.drop_oldest(len(self.steps) - self.keeps)
         self.timing.step(event, at_s, self.state.first_started_at_s)
+
+    def _taken_of_left(self, seconds: float) -> _Amount:
+        """Steps that are told at one moment, as those of a group that trained while no driver was
+        there, have passed one after the other: each has its time of what was gathered until
+        then."""
+        found, wall_s = _Amount(), self.left.wall_s
+        if wall_s > 0:
+            share = min(1.0, seconds / wall_s)
+            found.add(self.left, share)
+            self.left.add(found, -1.0)
+            self.sums["between_steps"].add(found, -1.0)
+        return found
 
     def _book(self, one: _Step, sign: int = 1) -> None:
         """-1: it is undone."""

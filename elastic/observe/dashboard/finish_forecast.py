@@ -4,12 +4,14 @@ far, pauses included."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
 import numpy as np
 
 from elastic.observe.dashboard.step_curve import Numbers, StepCurve
+from elastic.policy.state.fold import State
 
 LEAST = 8  # steps
 N_WINDOWS = 20
@@ -50,19 +52,21 @@ class Forecast:
         }
 
 
-def forecast(curve: StepCurve, rest_steps: float, usd: float) -> Forecast | None:
-    """`usd`: the bill so far. The later half of the steps counts, as the pools and the layout are
-    now. None = too few steps, or nothing is left to do."""
-    n = len(curve)
+def forecast(curve: StepCurve, state: State) -> Forecast | None:
+    """The later half of the steps counts, as the pools and the layout are now; hours in which
+    nothing ran do not. A step of another phase of the job counts as many as it asks of the model.
+    None = too few steps, or nothing is left to do."""
+    n, rest_steps = len(curve), state.rest_work
     if n < LEAST or not 0 < rest_steps < float("inf"):
         return None
     used = max(LEAST, n // 2)
     n_windows = min(N_WINDOWS, used // 4)
     at = np.linspace(n - used, n - 1, n_windows + 1).astype(np.int64)
-    steps, bill = np.diff(curve.numbers("step")[at]), np.diff(curve.numbers("usd")[at])
-    seconds = np.diff(np.maximum.accumulate(curve.numbers("at_s"))[at])
-    rest_s, cost = (_range(values, steps, rest_steps) for values in (seconds, bill))
-    return Forecast(rest_s, cost.plus(usd), n_windows, int(steps.sum()))
+    steps = curve.numbers("step")[at]
+    work = np.array([state.work_between(a, b) for a, b in pairwise(steps.tolist())])
+    seconds, bill = (np.diff(curve.numbers(name)[at]) for name in ("run_s", "usd"))
+    rest_s, cost = (_range(values, work, rest_steps) for values in (seconds, bill))
+    return Forecast(rest_s, cost.plus(state.usd), n_windows, int(steps[-1] - steps[0]))
 
 
 def _range(values: Numbers, steps: Numbers, rest_steps: float) -> Range:

@@ -25,7 +25,7 @@ def snapshot(run: FollowedRun) -> dict[str, Any]:
     """All of a run but its series, decisions and the pages of its generations."""
     with run.lock:
         view, books = run.view, run.books.so_far()
-        ahead = forecast(run.curve, view.state.rest_work, view.state.usd)
+        ahead = forecast(run.curve, view.state)
         ended = view.ended
         found = {
             **_standing(run, view),
@@ -85,7 +85,7 @@ def _standing(run: FollowedRun, view: View) -> dict[str, Any]:
             for pool in state.pools
         ],
         "usd": state.usd,
-        "usd_per_h": 0.0 if view.ended else state.usd_per_h,
+        "usd_per_h": state.usd_per_h if run.holder and not view.ended else 0.0,
         "budget_usd": view.job.budget_usd,
         "deadline_h": view.job.deadline_h,
         "n_notes": len(view.notes),
@@ -113,7 +113,7 @@ def _account(books: Account) -> dict[str, Any]:
 
 def saved(run: FollowedRun, books: Account) -> dict[str, Any]:
     """As `elastic report` has it; `why`: there is nothing to compare."""
-    found = against_on_demand(run.view, books, run.history)
+    found = against_on_demand(books, run.history)
     if isinstance(found, str):
         return {"usd": None, "why": found}
     return {"usd": found.saved_usd, "on_demand_usd": found.usd, "prices": list(found.prices)}
@@ -137,7 +137,12 @@ def advice(run: FollowedRun, books: Account) -> list[dict[str, str]]:
             }
             for one in bound
         ]  # fmt: skip
-    ahead = None if view.ended else forecast(run.curve, view.state.rest_work, view.state.usd)
+    ahead = None if view.ended else forecast(run.curve, view.state)
+    until_s = run_tables.paid_until_s(view, bool(run.holder) or run.reading)
+    if until_s is not None:
+        said = f"nobody drives the run: they may be paid until {run_tables.clock(until_s)}"
+        hint = "start the run again, which resumes it, or take the cluster down"
+        found.append({"verdict": "look", "what": "nodes", "found": said, "hint": hint})
     limit = view.job.budget_usd
     if ahead is not None and limit and ahead.usd.high > limit:
         said = f"{ahead.usd.mid:.2f} dollars expected, {limit:.2f} may be spent"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from elastic.observe.accounting.sampled_curve import counts_until
-from elastic.policy.state.fold import Change
-from elastic.types import StepDone
+from elastic.policy.state.fold import Change, ran_until_s
+from elastic.types import DriverStarted, StepDone
 
 CHARTED = ("train_loss", "tokens_per_s", "step_time_s", "usd", "grad_norm")
 DIGITS = 6  # that a chart can show
@@ -33,19 +33,22 @@ class Stretch:
 
 class StepCurve:
     """Built by `take`. A step that is trained again takes the place of what it was, and of all that
-    came after."""
+    came after. `run_s`: of the run's time, without that in which nothing ran."""
 
     def __init__(self) -> None:
         self.steps = array("q")
         self.columns = {
             name: array("d")
-            for name in ("at_s", "train_loss", "tokens", "step_time_s", "usd", "grad_norm")
+            for name in ("at_s", "run_s", "train_loss", "tokens", "step_time_s", "usd", "grad_norm")
         }
+        self._at_s: float | None = None
+        self._run_s = 0.0
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def take(self, change: Change) -> None:
+        self._pass(change)
         last = counts_until(change)
         if last is None:
             return
@@ -53,10 +56,20 @@ class StepCurve:
         if isinstance(change.event, StepDone):
             self._append(change.event, change)
 
+    def _pass(self, change: Change) -> None:
+        """As the ledger has it: between two drivers clocks may differ, and nothing may run."""
+        event, at_s, before_s = change.event, change.at_s, self._at_s
+        started = event if isinstance(event, DriverStarted) else None
+        if before_s is not None:
+            until_s = at_s if started is None else ran_until_s(started, at_s, before_s)
+            self._run_s += max(0.0, until_s - before_s)
+        self._at_s = at_s if started is not None or before_s is None else max(at_s, before_s)
+
     def _append(self, done: StepDone, change: Change) -> None:
         self.steps.append(done.step)
         values = {
             "at_s": change.at_s,
+            "run_s": self._run_s,
             "train_loss": done.train_loss,
             "tokens": done.tokens,
             "step_time_s": done.step_time_s,

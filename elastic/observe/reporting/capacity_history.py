@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic.policy.state.fold import EMPTY, Change, State
-from elastic.types import CopyStored, DriverStarted, Plan, StepDone
+from elastic.types import CopyStored, DriverStarted, Plan, Pool, StepDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,15 @@ class CapacityMoment:
 @dataclass
 class CapacityHistory:
     """Built by `take`. `trained_gpu_s`: by pool, GPU-seconds of nodes with a part in the running
-    layout. `usd_at`: the bill when a step was finished (the last time, where it was trained again).
+    layout. `pools`: as each was last seen, those included that the newest driver has no more.
+    `usd_at`: the bill when a step was finished (the last time, where it was trained again).
     `saved`: when each checkpoint was stored, and its step."""
 
     moments: list[CapacityMoment] = field(default_factory=list)
     trained_gpu_s: dict[str, float] = field(default_factory=dict)
     usd_at: dict[int, float] = field(default_factory=dict)
     saved: list[tuple[float, int]] = field(default_factory=list)
+    pools: dict[str, Pool] = field(default_factory=dict)
     at_s: float | None = None
     _state: State = EMPTY
     _training: dict[str, int] = field(default_factory=dict)  # pool -> GPUs, of the newest moment
@@ -49,6 +51,8 @@ class CapacityHistory:
         elif isinstance(event, CopyStored) and event.copy.kind == "durable":
             self.saved.append((at_s, event.copy.step))
         before, self._state = self._state, after
+        if after.pools is not before.pools:
+            self.pools |= {pool.name: pool for pool in after.pools}
         if (
             after.nodes is not before.nodes
             or after.plan is not before.plan

@@ -111,7 +111,7 @@ def worth(
 ) -> dict[str, Any]:
     """What the run was worth, and what it is bound by: see savings.py and verdicts.py."""
     view, books, totals = seen.view, seen.account, seen.account.totals
-    on_demand = against_on_demand(view, books, seen.history)
+    on_demand = against_on_demand(books, seen.history)
     compared = {"not_compared": on_demand} if isinstance(on_demand, str) else asdict(on_demand)
     data = {
         "usd_per_million": round(1e6 * totals.usd / totals.tokens, 6) if totals.tokens else None,

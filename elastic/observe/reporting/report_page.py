@@ -65,7 +65,7 @@ def content(
     numbers = {one.generation: str(k) for k, one in enumerate(books.transitions)}
     rows = [_row(view.started_at_s, k, one) for k, one in enumerate(books.transitions[:ROWS_MOST])]
     restarts = savings.against_restarts(view, books, seen.history)
-    on_demand = savings.against_on_demand(view, books, seen.history)
+    on_demand = savings.against_on_demand(books, seen.history)
     target = savings.to_target(view, seen.history, target_loss) if target_loss is not None else None
     return {
         "run": view.state.run, "job": view.job.name, "outcome": view.phase,

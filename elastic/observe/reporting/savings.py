@@ -73,17 +73,17 @@ class Restarted:
     saved_usd: float
 
 
-def against_on_demand(view: View, books: Account, history: CapacityHistory) -> OnDemand | str:
+def against_on_demand(books: Account, history: CapacityHistory) -> OnDemand | str:
     """A string says why there is nothing to compare."""
     trained = {pool: s for pool, s in history.trained_gpu_s.items() if s > 0}
-    used = [pool for pool in view.state.pools if pool.name in trained]
+    used = [pool for name, pool in history.pools.items() if name in trained]
     if not used or not books.totals.gpu_seconds:
         return "the run has not trained"
     if books.totals.usd <= 0:
         return "its nodes have no price"
     if all(pool.market_type == "on-demand" for pool in used):
         return "all nodes that trained were on-demand"
-    found = {pool.name: on_demand_price(pool, view.state.pools) for pool in used}
+    found = {pool.name: on_demand_price(pool, [*history.pools.values()]) for pool in used}
     unknown = [name for name, (usd, _) in found.items() if usd is None]
     if unknown:
         return f"the on-demand price of pool {', '.join(unknown)} is not known"

@@ -32,8 +32,7 @@ def fold(state: State, event: Event, at_s: float) -> State:
         handler = HANDLERS.get(type(event))
         # clocks of two drivers may differ: the bill resumes from this one's
         if isinstance(event, DriverStarted):
-            until_s = at_s if event.attached else state.billed_at_s
-            until_s = until_s if event.paid_until_s is None else min(at_s, event.paid_until_s)
+            until_s = ran_until_s(event, at_s, state.billed_at_s)
             return HANDLERS[DriverStarted](billed(state, until_s), event, at_s)
         if handler is None:
             return state
@@ -44,6 +43,14 @@ def fold(state: State, event: Event, at_s: float) -> State:
         order = ORDERS.get(type(action))
         state = order(state, action, at_s) if order else state
     return state
+
+
+def ran_until_s(event: DriverStarted, at_s: float, last_s: float) -> float:
+    """Until when what the driver before has left was there and paid for; its last line is of
+    `last_s`."""
+    if event.paid_until_s is not None:
+        return min(at_s, event.paid_until_s)
+    return at_s if event.attached else last_s
 
 
 def _still_ended(before: State, state: State) -> State:

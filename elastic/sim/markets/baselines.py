@@ -32,10 +32,11 @@ def must_end(view: TickView) -> bool:
 
 
 def _spot(view: TickView) -> int | None:
-    """The zone to run in: where it runs already, else the first that has nodes."""
+    """The zone to run in: where it runs already, else the cheapest that has nodes, the first of
+    equal ones."""
     if view.mode == "spot":
         return view.zone
-    return view.spot[0] if view.spot else None
+    return min(view.spot, key=view.usd_per_h, default=None)
 
 
 def greedy(view: TickView) -> tuple[Mode, int]:
@@ -95,7 +96,7 @@ class SkyNomad:
     rest of the work; idle brings nothing. What runs has started already. It is left for another
     zone only where that brings DELTA x V more. One object per run.
 
-    Availability is seen in each tick, which SkyNomad pays probes for; all zones have one price.
+    Availability and prices are seen in each tick, which SkyNomad pays probes for.
     """
 
     lived: dict[int, list[int]] = field(default_factory=dict)
@@ -117,7 +118,8 @@ class SkyNomad:
             return _to_the_end(view)
         pace = (view.rest_s / view.left_s) / (world.ideal_s / world.deadline_s)
         # work has to be done in any case: an hour is worth what it costs at least
-        value = max(world.spot_usd_per_h, world.on_demand_usd_per_h * pace)
+        lowest = min(map(view.usd_per_h, view.spot), default=world.spot_usd_per_h)
+        value = max(lowest, world.on_demand_usd_per_h * pace)
         there: list[tuple[float, tuple[Mode, int]]] = [(0.0, ("idle", 0))]
         for zone in view.spot:
             move_usd = 0.0 if self._home in (None, zone) else world.egress_usd_per_node
@@ -139,7 +141,7 @@ class SkyNomad:
         lasts_h = self.lasts_ticks(zone, view.tick) * world.tick_s / 3600
         start_h = (view.starting_s if runs else world.start_s) / 3600
         share = max(0.0, lasts_h - start_h) / lasts_h
-        return value * share - world.spot_usd_per_h - move_usd / lasts_h
+        return value * share - view.usd_per_h(zone) - move_usd / lasts_h
 
     def lasts_ticks(self, zone: int, tick: int) -> float:
         """Mean rest of the life of a node of that age: the sum of the survival that the

@@ -4,7 +4,8 @@ Nodes are looked at one by one (the k-th spot node is there while the zones toge
 use of n nodes is one of n single nodes with no more starts than its own, so the sum over single
 nodes bounds it from below. Each has a curve, dollars for so much work until the deadline, made by a
 dynamic program over the ticks; what they do together is the cheapest way to share the work between
-them.
+them. Where the price of spot changes, a spot node pays in each tick the lowest of those that are
+there.
 
 For one node the answer is exact in units of the world (a tick cut into `parts`); for several it may
 be below what is possible, never above.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,12 @@ def _curves(
     unit_h = world.tick_s / parts / 3600
     start = int(world.start_s / (world.tick_s / parts) + 1e-9)
     spot_usd, fixed_usd = world.spot_usd_per_h * unit_h, world.on_demand_usd_per_h * unit_h
-    last = len(rows) * parts
+    last, varies = len(rows) * parts, bool(world.lowest_usd)
+    # dollars of a spot node since the beginning
+    paid = [k * spot_usd for k in range(last + 1)]
+    if varies:
+        by_unit = [usd * unit_h for usd in world.lowest_usd[: len(rows)] for _ in range(parts)]
+        paid = [0.0, *accumulate(by_unit)]
     spot, fixed = np.full((2, n, each + 1 + last), np.inf)
     # what is cheapest at this time and at those up to a start ago
     past = np.full((start + 2, n, each + 1), np.inf)
@@ -71,24 +77,25 @@ def _curves(
     up = 0
     for now in range(last):
         if now % parts == 0:
-            up, before = rows[now // parts] if spot_usd < fixed_usd else 0, up
+            up, before = rows[now // parts] if varies or spot_usd < fixed_usd else 0, up
             spot[up:before] = np.inf
             since[before:up] = [now] * (up - before)
         begun = past[(now - start) % len(past)]
         if now >= start:  # nodes that were started then begin to work
             there = slice(last - now, last - now + min(each, now - start) + 1)
             _lower(fixed[:, there], begun, (start - now) * fixed_usd, spare=spare)
-            # on spot it is never better to start later than as soon as a node is there
-            new = [k for k in range(up) if since[k] == now - start]
+            # at one price it is never better to start later than as soon as a node is there
+            oldest = 0 if varies else now - start
+            new = [k for k in range(up) if oldest <= since[k] <= now - start]
             if new:
                 some = slice(new[0], new[-1] + 1)
-                _lower(spot[some, there], begun[some], (start - now) * spot_usd, spare=spare)
+                _lower(spot[some, there], begun[some], -paid[now - start], spare=spare)
         best, after = past[now % len(past)], past[(now + 1) % len(past)]
         after[:] = best
         done = max(0, min(each, now + 1 - start)) + 1
         there = slice(last - now - 1, last - now - 1 + done)
         _lower(after[:, :done], fixed[:, there], (now + 1) * fixed_usd, spare=spare)
-        _lower(after[:up, :done], spot[:up, there], (now + 1) * spot_usd, spare=spare)
+        _lower(after[:up, :done], spot[:up, there], paid[now + 1], spare=spare)
         if (now + 1) % parts == 0 and (now + 1) // parts in ticks:
             found[(now + 1) // parts] = after.copy()
     return found

@@ -85,7 +85,7 @@ class MarketBackend(SimBackend):
         happened."""
         changes = iter(market.trace.changes(market.start_at_s, market.start_at_s + until_s))
         usd = market.trace.usd_at(market.start_at_s)
-        if usd is not None:
+        if usd is not None and usd != pool.usd_per_node_h:
             self._prices[pool.name] = NodePrices(usd)
             self._tell(PriceSeen(pool.name, usd))
 

@@ -21,7 +21,7 @@ from elastic.sim.markets.baselines import BASELINES
 from elastic.sim.markets.bound import least_usd
 from elastic.sim.markets.market_backend import PoolMarket
 from elastic.sim.markets.market_run import RunResult, RunSubject, run_on
-from elastic.sim.markets.tick_world import TickWorld, play, tick_world
+from elastic.sim.markets.tick_world import TickWorld, play, tick_world, together
 from elastic.sim.markets.traces import Trace
 from elastic.types import Pool
 
@@ -76,6 +76,15 @@ class Study:
     def deadline_s(self) -> float:
         hours = self.subject.job.deadline_h
         return 3600 * hours if hours else self.subject.given_up_s
+
+    def priced(self, start_at_s: float) -> Study:
+        """With pools at the prices that their traces have then."""
+        usd = {name: trace.usd_at(start_at_s) for name, trace in self.traces.items()}
+        pools = tuple(
+            pool if (now := usd.get(pool.name)) is None else replace(pool, usd_per_node_h=now)
+            for pool in self.subject.pools
+        )
+        return replace(self, subject=replace(self.subject, pools=pools))
 
     def starts_s(self) -> list[float]:
         """Where in the traces the runs begin."""
@@ -159,16 +168,18 @@ def checked(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def world_of(study: Study, start_at_s: float) -> TickWorld:
-    """What baselines and the bound see: the bound the lowest price. A group that no pool alone can
-    hold spans them all. Raises SpecError for a deadline that cannot be met, and for pools without a
-    price."""
+    """What baselines and the bound see, at the prices of the traces, which elsewhere are those of
+    the pools. A group that no pool alone can hold spans them all. Raises SpecError for a deadline
+    that cannot be met, and for pools without a price."""
     spot, subject = study.spot, study.subject
     fixed = [pool for pool in subject.pools if pool.market_type == "on-demand"]
     for pool in (*spot, *fixed):
-        if not pool.usd_per_node_h:
+        trace = study.traces.get(pool.name)
+        if not pool.usd_per_node_h and not (trace and any(trace.usd_per_node_h)):
             raise SpecError(
                 f"pool {pool.name} has no price: dollars cannot be told; give usd_per_node_h"
             )
+    markets = [_own_price(study.traces[pool.name].scaled(pool.max_nodes), pool) for pool in spot]
     gaps = [
         min((b - a for a, b in zip(t.at_s, t.at_s[1:], strict=False)), default=t.ends_s)
         for t in study.traces.values()
@@ -180,22 +191,27 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         (),
         study.n_nodes,
         study.group_s * study.n_nodes,
-        min(pool.usd_per_node_h for pool in spot),
-        min((pool.usd_per_node_h for pool in fixed), default=spot[0].usd_per_node_h),
+        0.0,
+        min(pool.usd_per_node_h for pool in fixed) if fixed else markets[0].mean_usd,
         start_s,
         _egress_usd(study),
     )
     world = tick_world(
         like,
-        [study.traces[pool.name].scaled(pool.max_nodes) for pool in spot],
+        markets,
         start_at_s=start_at_s,
         deadline_s=study.deadline_s,
         ideal_s=subject.ideal_s if subject.every_s is None else subject.every_s,
     )
     if max(pool.max_nodes for pool in spot) >= study.n_nodes:
         return world
-    together = tuple(sum(zone[tick] for zone in world.spot) for tick in range(world.n_ticks))
-    return replace(world, spot=(together,))
+    return together(world)
+
+
+def _own_price(trace: Trace, pool: Pool) -> Trace:
+    """At the pool's price, where it has none."""
+    own = trace.usd_per_node_h or (pool.usd_per_node_h,) * len(trace.at_s)
+    return replace(trace, usd_per_node_h=own)
 
 
 def _egress_usd(study: Study) -> float:
@@ -204,12 +220,6 @@ def _egress_usd(study: Study) -> float:
         return 0.0
     n_bytes = ModelCost.of(study.subject.model).state_bytes / study.n_nodes
     return n_bytes / 1e9 * EGRESS_USD_PER_GB
-
-
-def _mean_usd(spot: Sequence[Pool]) -> float:
-    """Per node and hour, of a group that spans the pools."""
-    n = sum(pool.max_nodes for pool in spot)
-    return sum(pool.max_nodes * pool.usd_per_node_h for pool in spot) / n
 
 
 def markets_of(study: Study, start_at_s: float) -> dict[str, PoolMarket]:
@@ -239,14 +249,15 @@ def policy_of(path: str) -> Decide:
 def run_once(study: Study, start_at_s: float, *, seed: int = 0, keep: bool = False) -> RunResult:
     """The project's own policy, or `own_policy`."""
     own = policy_of(study.own_policy) if study.own_policy else decide
-    return run_on(study.subject, markets_of(study, start_at_s), seed=seed, decide=own, keep=keep)
+    subject = study.priced(start_at_s).subject
+    return run_on(subject, markets_of(study, start_at_s), seed=seed, decide=own, keep=keep)
 
 
 def from_start(study: Study, seed: int) -> StartResult:
     """Every policy from one start, the `seed`-th."""
     start_at_s = study.starts_s()[seed]
+    study = study.priced(start_at_s)
     world = world_of(study, start_at_s)
-    priced = replace(world, spot_usd_per_h=_mean_usd(study.spot))
     trials: dict[str, PolicyTrial] = {}
     for name in study.policies:
         if name == BOUND:
@@ -255,7 +266,7 @@ def from_start(study: Study, seed: int) -> StartResult:
             usd += study.head_usd(study.subject.ideal_s)
             trials[name] = PolicyTrial(usd, world.deadline_s, usd < float("inf"), 1.0)
         elif name in BASELINES:
-            played = _baseline(priced, name)
+            played = _baseline(world, name)
             trials[name] = replace(played, usd=played.usd + study.head_usd(played.wall_s))
         else:
             changed = VARIANTS[name][0](study.subject) if name in VARIANTS else study.subject

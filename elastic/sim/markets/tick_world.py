@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from typing import Literal
 
@@ -22,8 +23,10 @@ Mode = Literal["idle", "spot", "on-demand"]
 @dataclass(frozen=True)
 class TickWorld:
     """`spot`: zone -> nodes that it has in each tick, as many ticks as the deadline has.
-    `work_node_s`: of the whole job, on one node. Prices are per node and hour.
-    `egress_usd_per_node`: of the state that a node holds, from one zone to another."""
+    `work_node_s`: of the whole job, on one node. Prices are per node and hour. `spot_usd`: zone ->
+    the price in each tick, () = `spot_usd_per_h` in all of them; `lowest_usd`: in each tick the
+    lowest of any node that is there then, which the bound pays. `egress_usd_per_node`: of the state
+    that a node holds, from one zone to another."""
 
     tick_s: float
     spot: tuple[tuple[int, ...], ...]
@@ -33,6 +36,8 @@ class TickWorld:
     on_demand_usd_per_h: float
     start_s: float = 0.0
     egress_usd_per_node: float = 0.0
+    spot_usd: tuple[tuple[float, ...], ...] = ()
+    lowest_usd: tuple[float, ...] = ()
 
     @property
     def n_ticks(self) -> int:
@@ -57,6 +62,10 @@ class TickWorld:
         """Of the job on demand alone."""
         return self.n_nodes * self.least_s / 3600 * self.on_demand_usd_per_h
 
+    def usd_per_h(self, zone: int, tick: int) -> float:
+        """Of a spot node."""
+        return self.spot_usd[zone][tick] if self.spot_usd else self.spot_usd_per_h
+
     def there(self, tick: int) -> int:
         """Spot nodes of all zones, no more than the job uses."""
         return min(self.n_nodes, sum(zone[tick] for zone in self.spot))
@@ -70,9 +79,9 @@ def tick_world(
     deadline_s: float,
     ideal_s: float = inf,
 ) -> TickWorld:
-    """What the traces have from `start_at_s` until the deadline; all else as in `like`. `ideal_s`:
-    on more nodes than its own. Raises SpecError where neither these nor on-demand nodes alone can
-    meet the deadline, or a tick is longer than it."""
+    """What the traces have from `start_at_s` until the deadline, at their prices, where all of them
+    have any; all else as in `like`. `ideal_s`: on more nodes than its own. Raises SpecError where
+    neither these nor on-demand nodes alone can meet the deadline, or a tick is longer than it."""
     tick_s = like.tick_s
     n_ticks = int(deadline_s // tick_s)
     if n_ticks < 1:
@@ -83,7 +92,7 @@ def tick_world(
     spot = tuple(
         tuple(trace.nodes_at(start_at_s + k * tick_s) for k in range(n_ticks)) for trace in traces
     )
-    world = replace(like, spot=spot)
+    world = _priced(replace(like, spot=spot), traces, start_at_s)
     least_s = min(world.least_s, ideal_s + world.start_s)
     if least_s > world.deadline_s:
         where = "on demand" if least_s == world.least_s else "on all nodes"
@@ -92,6 +101,40 @@ def tick_world(
             f"{least_s / 3600:.2f} h; give that or more"
         )
     return world
+
+
+def _priced(world: TickWorld, traces: Sequence[Trace], start_at_s: float) -> TickWorld:
+    """In a tick a node costs the mean of its zone's prices in it; the bound pays the lowest at
+    which any zone has one."""
+    prices = {usd for trace in traces for usd in trace.usd_per_node_h}
+    if not all(trace.usd_per_node_h for trace in traces):
+        return world
+    if len(prices) == 1:
+        return replace(world, spot_usd_per_h=prices.pop())
+    edges = [start_at_s + k * world.tick_s for k in range(world.n_ticks + 1)]
+    seen = [[trace.usd_between(a, b) for a, b in pairwise(edges)] for trace in traces]
+    means = tuple(tuple(mean for mean, _ in zone) for zone in seen)
+    usual = sum(map(sum, means)) / (len(means) * world.n_ticks)
+    lowest = [min(zone[tick][1] for zone in seen) for tick in range(world.n_ticks)]
+    return replace(
+        world, spot_usd_per_h=usual, spot_usd=means,
+        lowest_usd=tuple(usual if usd == inf else usd for usd in lowest),
+    )  # fmt: skip
+
+
+def together(world: TickWorld) -> TickWorld:
+    """Its zones made one, of which a node costs the mean of those that are there."""
+    zones, ticks = range(len(world.spot)), range(world.n_ticks)
+    nodes = tuple(sum(zone[tick] for zone in world.spot) for tick in ticks)
+    if not world.spot_usd:
+        return replace(world, spot=(nodes,))
+    means = tuple(
+        sum(world.spot[k][tick] * world.spot_usd[k][tick] for k in zones) / nodes[tick]
+        if nodes[tick]
+        else world.spot_usd_per_h
+        for tick in ticks
+    )
+    return replace(world, spot=(nodes,), spot_usd=(means,))
 
 
 @dataclass(frozen=True)
@@ -110,6 +153,10 @@ class TickView:
     @property
     def now_s(self) -> float:
         return self.tick * self.world.tick_s
+
+    def usd_per_h(self, zone: int) -> float:
+        """Of a spot node there, now."""
+        return self.world.usd_per_h(zone, self.tick)
 
     @property
     def rest_s(self) -> float:
@@ -159,7 +206,7 @@ def play(world: TickWorld, choose: Choose, lost_s: float = 0.0) -> TickResult:
         if mode == "spot":
             usd += world.n_nodes * world.egress_usd_per_node if home not in (None, zone) else 0.0
             home = zone
-        price = world.spot_usd_per_h if mode == "spot" else world.on_demand_usd_per_h
+        price = view.usd_per_h(zone) if mode == "spot" else world.on_demand_usd_per_h
         need_s = starting_s + (whole - done) / world.n_nodes
         used_s = min(world.tick_s, need_s)
         usd += world.n_nodes * used_s / 3600 * price

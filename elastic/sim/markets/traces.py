@@ -69,6 +69,25 @@ class Trace:
     def usd_at(self, at_s: float) -> float | None:
         return self.usd_per_node_h[self._index(at_s)] if self.usd_per_node_h else None
 
+    @property
+    def mean_usd(self) -> float:
+        """Where it has prices: their mean over the whole trace."""
+        first = self.usd_per_node_h[0]
+        same = all(usd == first for usd in self.usd_per_node_h)
+        return first if same else self.usd_between(0.0, self.ends_s)[0]
+
+    def usd_between(self, from_s: float, to_s: float) -> tuple[float, float]:
+        """Where it has prices: their mean over that time, and the lowest at which it has a node
+        then; infinite = it has none."""
+        edges = [from_s, *(from_s + at_s for at_s in self.changes(from_s, to_s)), to_s]
+        usd, paid, lowest = self.usd_per_node_h, 0.0, math.inf
+        for begin_s, end_s in zip(edges, edges[1:], strict=False):
+            if end_s > begin_s:
+                k = self._index(0.5 * (begin_s + end_s))
+                paid += usd[k] * (end_s - begin_s)
+                lowest = min(lowest, usd[k]) if self.nodes[k] else lowest
+        return paid / (to_s - from_s), lowest
+
     def changes(self, from_s: float, to_s: float) -> Iterable[float]:
         """Moments after `from_s`, up to `to_s`, at which another stretch begins; seconds after
         `from_s`."""

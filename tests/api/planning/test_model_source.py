@@ -49,12 +49,12 @@ def test_a_job_with_its_pools(tmp_path: Path) -> None:
     assert (found.steps, found.tokens, found.notes) == (20, 20 * 8 * found.sample_tokens, ())
     # int64 of what goes in and what shall come out
     assert found.sample_bytes == found.sample_tokens * 8 * 2
-    machines = machines_of(found, None, {"a": 2})
+    machines = machines_of(found, {"a": 2})
     assert [(each.group.pool, each.group.n_gpus, each.price_from) for each in machines] == [
         ("a", 8, "the job")
     ]
     with pytest.raises(SpecError, match="no such pool; did you mean a"):
-        machines_of(found, None, {"aa": 2})
+        machines_of(found, {"aa": 2})
 
 
 @pytest.mark.slow
@@ -65,10 +65,12 @@ def test_a_cluster_file_says_the_floor_and_the_price_of_the_head(tmp_path: Path)
     file = tmp_path / "cluster.yaml"
     file.write_text(text.replace("on_demand_floor: 1", told))
     folder = str(job(tmp_path, "tiny.py", "steps: 10\nglobal_batch: 8\n"))
-    found = of_job(folder, cluster=str(file))
+    found = of_job(folder, cluster=load_cluster(file))
     assert (found.job.on_demand_floor, found.job.head_usd_per_h) == (1, 0.5)
     assert found.pools == load_cluster(file).pools
-    own = of_job(folder, ["on_demand_floor=2", "head_usd_per_h=0.1"], cluster=str(file)).job
+    own = of_job(
+        folder, ["on_demand_floor=2", "head_usd_per_h=0.1"], cluster=load_cluster(file)
+    ).job
     assert (own.on_demand_floor, own.head_usd_per_h) == (2, 0.1)
 
 
@@ -78,11 +80,11 @@ def test_paid_pools_without_a_limit_are_told_of(tmp_path: Path) -> None:
         "4.0, max_nodes: 3}]\n"
     )
     folder = str(job(tmp_path, "tiny.py", text))
-    (found,) = machines_of(of_job(folder), None, {})
+    (found,) = machines_of(of_job(folder), {})
     assert found.notes[-1].startswith(
         "elastic run refuses this: keys 'budget_usd' and 'max_nodes' are missing"
     )
-    (found,) = machines_of(of_job(folder, ["budget_usd=5"]), None, {})
+    (found,) = machines_of(of_job(folder, ["budget_usd=5"]), {})
     assert not any("refuses" in note for note in found.notes)
 
 

@@ -3,6 +3,7 @@ in one line."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -280,6 +281,27 @@ def test_a_step_that_feeds_fewer_ranks_than_there_are_workers_is_told(
         notes = as_json(capsys, *few, "--set", enough)["notes"]
         assert not any("(global_batch)" in note for note in notes)
     assert not fed(Job(global_batch=2, layout="dp_shard=2"), 4), "it is asked for"
+
+
+@pytest.mark.parametrize("verb", ["plan", "simulate"])
+def test_a_cluster_file_is_read_once(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another one a moment later."""
+    reader, seen = importlib.import_module("elastic.config.clusters.load_cluster"), list[str]()
+    text_of = reader.text_of
+    monkeypatch.setattr(reader, "text_of", lambda *asked: seen.append("read") or text_of(*asked))
+    few = [
+        "--set",
+        "steps=3000",
+        "--set",
+        "budget_usd=100",
+        "--cluster",
+        "cluster_configs/laptop.yaml",
+    ]
+    more = ["--start-times", "1", "--compare", "on-demand"] if verb == "simulate" else []
+    assert main([verb, "jobs/quickstart", *few, *more]) == 0
+    assert (seen, capsys.readouterr().err) == (["read"], "")
 
 
 def test_a_cluster_file_is_read_before_a_model_is_built(

@@ -78,20 +78,20 @@ def test_what_is_named_is_taken_as_it_is_named() -> None:
     subject = replace(SUBJECT, job=job, pools=(SPOT, FIXED), literal=True)
 
     def nodes(**counts: int) -> dict[str, int]:
-        return {each.group.pool: each.group.n_nodes for each in machines_of(subject, None, counts)}
+        return {each.group.pool: each.group.n_nodes for each in machines_of(subject, counts)}
 
     assert nodes() == {"spot": 4}
     assert nodes(spot=2) == {"spot": 2}
     assert nodes(fixed=2) == {"spot": 4, "fixed": 2}
     published = replace(subject, literal=False)
-    assert len(machines_of(published, None, {})) == 2, "no run of it is known"
+    assert len(machines_of(published, {})) == 2, "no run of it is known"
 
 
 def notes(purpose: Purpose, batch: int, budget_usd: float = 0.0) -> list[str]:
     job = replace(SUBJECT.job, steps=1000, purpose=purpose, global_batch=batch)
     subject = replace(SUBJECT, job=job, pools=(SPOT, FIXED), literal=True, steps=1000)
     asked = Query(subject, Aim(purpose, subject.tokens, budget_usd=budget_usd))
-    told: list[str] = aim_limits.plan(asked, machines_of(subject, None, {}))["notes"]
+    told: list[str] = aim_limits.plan(asked, machines_of(subject, {}))["notes"]
     return [note for note in told if "max_nodes: " in note or "takes the fastest" in note]
 
 

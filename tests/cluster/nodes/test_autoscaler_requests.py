@@ -214,6 +214,21 @@ def test_a_machine_that_nobody_reaches_does_not_keep_the_others(
         reached.set()
 
 
+def test_a_machine_that_joins_for_nobody_is_starting_no_more() -> None:
+    """Its request was given up; what starts beside it is another run's. Nor where one that was
+    released before ends in the same moment, so that as many leave as did."""
+    reports = {"now": AutoscalerReport(given={"a": "spot"}, coming={"spot": 1})}
+    nodes, there = nodes_of(reports), {name: node_of(name) for name in "a"}
+    nodes.request("spot", 2, "r1")
+    ready, seen = nodes.news(there)
+    assert isinstance(ready, NodeReady) and seen == InstancesSeen("spot", starting=1)
+    nodes.request("spot", 0, "r1")
+    nodes.release(ready.node.node_id)
+    assert nodes.news(there) == [InstancesSeen("spot", starting=1, leaving=1)]
+    reports["now"] = AutoscalerReport(given={"b": "spot"}, coming={"spot": 1})
+    assert nodes.news({"b": node_of("b")}) == [InstancesSeen("spot", leaving=1)]
+
+
 def test_machines_are_told_from_their_launch_until_they_have_ended() -> None:
     """Also those that come after their request was given up; what other runs wait for is not this
     one's."""

@@ -67,6 +67,36 @@ def test_the_request_is_the_sum_of_what_is_held_and_waited_for() -> None:
     )
 
 
+def test_each_run_has_the_instances_that_it_waits_for_in_turn() -> None:
+    """What starts is on one bill; of what nobody waits for each run knows what it gave up."""
+    demand, types = Demand(), {"spot": "big", "safe": "safe"}
+    demand.hear(replace(ORDER, waits={"spot": 2}), 0)
+    demand.hear(replace(ORDER, namespace="b", waits={"spot": 2}), 0)
+
+    def shared(**instances: int) -> list[int]:
+        found = [demand.coming(name, instances, types, now_s=0.0) for name in "ab"]
+        assert all(one["safe"] == instances.get("safe", 0) for one in found)
+        return [one["spot"] for one in found]
+
+    assert shared(big=2) == [2, 0] and shared(big=3) == [2, 1]
+    assert shared(big=5, safe=1) == [3, 3], "the fifth is nobody's"
+    demand.look(nodes(n1="spot"), 0)
+    assert shared(big=2) == [1, 1], "one of what the first waits for has joined"
+    demand.hear(replace(ORDER, waits={"spot": 1}, held=frozenset({"n1"})), 1)
+    assert shared(big=2) == [1, 1]
+    demand.hear(replace(ORDER, waits={}, held=frozenset({"n1"})), 2)
+    assert shared(big=2) == [0, 2]
+
+
+def test_a_watcher_tells_two_runs_of_a_machine_once() -> None:
+    stuck = Stuck(time.monotonic())
+    stuck._scaling.coming["spot"] = 2
+    reports = [
+        stuck.order(replace(ORDER, namespace=name, waits={"spot": 2})).coming for name in "ab"
+    ]
+    assert reports == [{"spot": 2, "safe": 0}, {"spot": 0, "safe": 0}]
+
+
 def test_a_dropped_node_leaves_and_is_not_dealt_again() -> None:
     demand = Demand()
     demand.hear(replace(ORDER, held=frozenset({"n1", "n2"})), 0)

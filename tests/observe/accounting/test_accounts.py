@@ -460,6 +460,48 @@ def test_a_generation_whose_entering_no_line_tells_of_counts_from_its_first_step
     assert found.transitions[1].steps_lost == 2 and found.transitions[1].at_step == 4
 
 
+def driverless(*after: Line) -> list[Line]:
+    """A driver that attaches after 100 s hears of 100 steps at once."""
+    told = [step(1, n) for n in range(1, 101)]
+    return [*begun(), tick(116.0, start(epoch=2, attached=True)), tick(116.0, *told), *after]
+
+
+def test_steps_that_were_trained_while_no_driver_was_there_are_progress() -> None:
+    found = account(driverless())
+    assert gpu_s(found) == {"program_startup": 24.0, "productive": 400.0}
+    half = driverless()[:-1] + [tick(116.0, *(step(1, n) for n in range(1, 41)))]
+    assert gpu_s(account(half)) == {
+        "program_startup": 24.0, "productive": 160.0, "between_steps": 240.0,
+    }  # fmt: skip
+    late = [*half, tick(118.0, step(1, 41)), tick(118.0, step(1, 42))]
+    assert gpu_s(account(late))["productive"] == 168.0, "of another moment"
+
+
+def test_such_steps_that_are_undone_are_wasted() -> None:
+    again = plan(2, "a", "b", source="peer", step=10, generation=1, cause="loss")
+    lines = driverless(
+        tick(117.0, WorkerFailed(WorkerId("a", 0), 1, "collective", "x"), orders=(Abort(1),)),
+        tick(117.0, orders=(EnterPlan(again),)),
+        tick(118.0, PlanEntered(2, 10)),
+    )
+    found = gpu_s(account(lines))
+    assert found["productive"] == pytest.approx(40.0)
+    assert found["wasted_progress"] == pytest.approx(360.0 + 4.0), "and the one that was aborted"
+    assert sum(found.values()) == pytest.approx(108.0 * 4)
+    state = restored(lines)
+    assert state is not None and state.usd == pytest.approx(account(lines).totals.usd)
+
+
+def test_a_checkpoint_that_is_told_among_such_steps_keeps_its_time() -> None:
+    stored = CopyStored(Copy(40, "durable", 1, Layout()), stall_s=5.0)
+    told = [step(1, n) for n in range(1, 81)]
+    found = account([*begun(), tick(116.0, *told[:40], stored, *told[40:])])
+    assert gpu_s(found) == {
+        "program_startup": 24.0, "productive": 320.0, "checkpoint_save": 20.0,
+        "between_steps": 60.0,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("keeps", [0, 2])
 def test_books_that_are_asked_again_and_again_say_what_the_journal_does(keeps: int) -> None:
     """Also where steps are undone that were added up before; `keeps`: or may be no more."""

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from support.observe import small_run
 from support.observe.long_run import LongRun
+from support.observe.odd_runs import two_drivers, two_phases
 from support.sim.scenario import MODEL, scenario
 
 from elastic.driver import drive
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line, MemoryJournal, write_line
 from elastic.ledger.run_folder import RunFolder
+from elastic.observe import run_tables
 from elastic.observe.accounting.accounts import account
 from elastic.observe.dashboard import run_shelf
 from elastic.observe.dashboard.drawn_cluster import cluster
@@ -264,15 +266,57 @@ def test_a_forecast_holds_the_end_between_its_bounds() -> None:
     whole = curve_of(lines)
     half = [one for one in lines if one.at_s <= lines[len(lines) // 2].at_s]
     curve = curve_of(half)
-    rest = 2000 - curve.steps[-1]
-    found = forecast(curve, rest, curve.columns["usd"][-1])
-    assert found is not None
+    state = view_of(half).state
+    found = forecast(curve, state)
+    assert found is not None and state.step == curve.steps[-1]
     truth_s = whole.columns["at_s"][-1] - curve.columns["at_s"][-1]
     assert found.rest_s.low < truth_s < found.rest_s.high
     assert found.rest_s.low <= found.rest_s.mid <= found.rest_s.high
     assert found.usd.low < whole.columns["usd"][-1] < found.usd.high
-    assert forecast(curve, 0, 1.0) is None and forecast(StepCurve(), 10, 1.0) is None
-    assert forecast(curve, float("inf"), 1.0) is None  # a script that is restarted
+    assert forecast(whole, view_of(lines).state) is None and forecast(StepCurve(), state) is None
+    script = replace(state, job=replace(state.job, restarted=True))
+    assert forecast(curve, script) is None
+
+
+def test_hours_in_which_nothing_ran_are_no_pace() -> None:
+    for gap_s in (0.0, 12 * 3600.0):
+        lines = two_drivers(gap_s)
+        found = forecast(curve_of(lines), view_of(lines).state)
+        assert found is not None and 370 * 0.5 <= found.rest_s.mid < 370, gap_s
+        assert found.rest_s.high < 3600
+
+
+def test_a_driver_that_attaches_has_trained_meanwhile() -> None:
+    """What the ledger books as time without anything is left out, and no more."""
+    lines = small_run.lines()[:8]
+    for attached, left_s in ((True, 100.0), (False, 0.0)):
+        again = DriverStarted("tiny-1", 2, small_run.JOB, small_run.POOLS, MODEL, attached=attached)
+        curve = curve_of([*lines, small_run.tick(106.0, again), small_run.tick(106.0)])
+        not_running_s = account([*lines, small_run.tick(106.0, again)]).seconds["not_running"]
+        assert curve._run_s == pytest.approx(6.0 + left_s) == pytest.approx(106.0 - not_running_s)
+
+
+def test_a_step_of_another_phase_counts_as_it_asks() -> None:
+    """Forty steps of ten seconds are left."""
+    lines = two_phases()
+    found = forecast(curve_of(lines), view_of(lines).state)
+    assert found is not None and found.rest_s.mid == pytest.approx(400.0)
+    assert found.n_steps == 29
+
+
+def test_nobody_drives_it_so_nothing_is_paid_by_the_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where workers of a cluster may wait for the next driver still."""
+    for holder, usd_per_h in (("process 1 on here", 108.0), ("", 0.0)):
+        run = followed(tmp_path / f"h{holder}", two_drivers(60.0), holder=lambda _, h=holder: h)
+        run.look()
+        found = snapshot(run)
+        assert found["usd_per_h"] == usd_per_h
+        assert not [one for one in found["advice"] if one["what"] == "nodes"]
+    monkeypatch.setattr(run_tables.time, "time", lambda: small_run.T0 + 600.0)
+    (told,) = [one for one in snapshot(run)["advice"] if one["what"] == "nodes"]
+    assert told["found"].startswith("nobody drives the run: they may be paid until ")
 
 
 def test_saved_and_verdicts_are_those_of_the_report(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.observe.bound_runs import BoundRun
 from support.observe.html_pages import PageSeen
+from support.observe.odd_runs import two_drivers
 from support.observe.priced_run import PAID, changed, long_run, priced
 from support.observe.small_run import T0, lines, tick
 from support.places import ROOT
@@ -134,7 +135,7 @@ def test_the_story_of_a_long_run_is_told_by_periods() -> None:
 
 def test_against_on_demand_machines() -> None:
     seen = seen_of(priced())
-    books, found = seen.account, savings.against_on_demand(seen.view, seen.account, seen.history)
+    books, found = seen.account, savings.against_on_demand(seen.account, seen.history)
     assert isinstance(found, savings.OnDemand)
     needed = sum(books.gpu_seconds[name] for name in savings.TRAINED)
     assert found.usd == pytest.approx(needed / 3600 * 36.0)  # 72 dollars, two GPUs
@@ -152,8 +153,26 @@ def test_against_on_demand_machines() -> None:
 )  # fmt: skip
 def test_what_cannot_be_compared_says_why(pools: tuple[Pool, ...], why: str) -> None:
     seen = seen_of(priced(pools=pools))
-    found = savings.against_on_demand(seen.view, seen.account, seen.history)
+    found = savings.against_on_demand(seen.account, seen.history)
     assert isinstance(found, str) and found.startswith(why)
+
+
+def test_pools_that_the_newest_driver_has_no_more_have_their_price() -> None:
+    other = Pool("late", gpus_per_node=2, market_type="spot", usd_per_node_h=18.0)
+    seen = seen_of(two_drivers(60.0, (other,)))
+    assert set(seen.history.trained_gpu_s) == {"spot", "late"}
+    found = savings.against_on_demand(seen.account, seen.history)
+    assert isinstance(found, savings.OnDemand)
+    needed = sum(seen.account.gpu_seconds[name] for name in savings.TRAINED)
+    assert found.usd == pytest.approx(needed / 3600 * 36.0)  # 72 dollars, two GPUs
+    assert found.gpu_hours == pytest.approx(needed / 3600)
+
+
+def test_of_such_a_pool_the_price_may_be_unknown() -> None:
+    other = Pool("late", "A100", 2, "spot", 18.0)
+    seen = seen_of(two_drivers(60.0, (other,)))
+    found = savings.against_on_demand(seen.account, seen.history)
+    assert found == "the on-demand price of pool late is not known"
 
 
 def test_the_catalog_has_the_price_of_a_known_instance_type() -> None:

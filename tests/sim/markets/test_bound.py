@@ -66,6 +66,39 @@ def test_it_is_what_trying_everything_finds(seed: int) -> None:
     assert least_usd(world, parts=1) == pytest.approx(by_force(world), rel=1e-9)
 
 
+def at_prices(world: TickWorld, chance: random.Random) -> TickWorld:
+    """Another price of spot in each tick, sometimes above that on demand."""
+    usd = tuple(tuple(chance.choice((0.5, 1.0, 2.0, 4.0)) for _ in row) for row in world.spot)
+    lowest = tuple(
+        min((row[k] for row, there in zip(usd, world.spot, strict=True) if there[k]), default=9.0)
+        for k in range(world.n_ticks)
+    )
+    return replace(world, spot_usd=usd, lowest_usd=lowest)
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("seed", range(40))
+def test_also_where_prices_change(seed: int) -> None:
+    chance = random.Random(seed)
+    world = at_prices(small(chance), chance)
+    assert least_usd(world, parts=1) == pytest.approx(by_force(world), rel=1e-9)
+
+
+def test_a_start_may_wait_for_a_lower_price() -> None:
+    """Of four ticks two are worked: the later two cost a tenth."""
+    world = TickWorld(TICK_S, ((1,) * 4,), 1, 2 * TICK_S, 1.0, 9.0)
+    later = replace(world, spot_usd=((1.0, 1.0, 0.1, 0.1),), lowest_usd=(1.0, 1.0, 0.1, 0.1))
+    assert least_usd(later, parts=3) == pytest.approx(2 * 0.1 * TICK_S / 3600)
+
+
+def test_one_price_in_each_tick_is_one_price() -> None:
+    for seed in range(8):
+        world = larger(random.Random(seed))
+        ticks = (world.spot_usd_per_h,) * world.n_ticks
+        same = replace(world, spot_usd=(ticks,), lowest_usd=ticks)
+        assert least_usd(same, parts=3) == pytest.approx(least_usd(world, parts=3), rel=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 103))
 def test_also_in_the_largest_worlds_that_can_be_tried(seed: int) -> None:
@@ -73,9 +106,14 @@ def test_also_in_the_largest_worlds_that_can_be_tried(seed: int) -> None:
     assert least_usd(world, parts=1) == pytest.approx(by_force(world), rel=1e-9)
 
 
+@pytest.mark.parametrize("priced", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_no_policy_is_below_it(seed: int) -> None:
-    world = larger(random.Random(seed))
+def test_no_policy_is_below_it(seed: int, priced: bool) -> None:
+    chance = random.Random(seed)
+    world = larger(chance)
+    if priced:  # another zone, and prices that change
+        world = replace(world, spot=(*world.spot, *larger(chance).spot))
+        world = at_prices(world, chance)
     least = least_usd(world, parts=3)
     for name, baseline in BASELINES.items():
         found = play(world, baseline.made(), baseline.lost_s)

@@ -232,6 +232,54 @@ def test_pools_without_a_price_are_refused() -> None:
         world_of(replace(free, subject=replace(free.subject, pools=pools)), 0.0)
 
 
+POLICIES = ("elastic", "on-demand", "greedy", "uniform-progress", "skynomad", "bound")
+
+
+def dollars(one: Study) -> dict[str, list[float]]:
+    found = carried_out(one, processes=1)
+    return {name: [each.trials[name].usd for each in found] for name in one.policies}
+
+
+@pytest.mark.parametrize("on_demand", [True, False])
+@pytest.mark.parametrize("own_usd", [3.0, 0.0])
+def test_a_price_of_the_trace_stands_for_the_pools(own_usd: float, on_demand: bool) -> None:
+    """For every policy and the bound, whatever the pool says of itself, or where it says none."""
+    alone = study(POLICIES, n=2)
+    if not on_demand:
+        pools = alone.subject.pools[:1]
+        alone = replace(alone, subject=replace(alone.subject, pools=pools))
+    (trace,) = alone.traces.values()
+    priced = replace(trace, usd_per_node_h=(1.0,) * len(trace.nodes))
+    pools = tuple(
+        replace(pool, usd_per_node_h=own_usd) if pool.name == "spot" else pool
+        for pool in alone.subject.pools
+    )
+    other = replace(alone, traces={"spot": priced}, subject=replace(alone.subject, pools=pools))
+    assert dollars(other) == dollars(alone)
+
+
+@pytest.mark.slow
+def test_where_the_price_changes_the_bound_stays_one() -> None:
+    """Hours at three prices; also of two pools, of which one alone cannot hold the group."""
+    trace = replace(day(4, 2, 0, 4, 3), usd_per_node_h=(0.5, 2.0, 1.0, 4.0, 0.1))
+    one = replace(study(POLICIES, n=4), traces={"spot": trace})
+    spot, fixed = one.subject.pools
+    two = replace(spot, name="other", usd_per_node_h=0.0)
+    both = replace(
+        one, traces={"spot": trace, "other": replace(trace, nodes=(3, 4, 4, 1, 2))},
+        subject=replace(
+            one.subject, pools=(spot, two, fixed), job=replace(one.subject.job, max_nodes=4)
+        ),
+    )  # fmt: skip
+    halves = tuple(replace(pool, max_nodes=2) for pool in (spot, two))
+    split = replace(both, subject=replace(both.subject, pools=(*halves, fixed)))
+    for asked in (one, both, split):
+        paid = dollars(asked)
+        for name in POLICIES:
+            assert all(a >= b > 0 for a, b in zip(paid[name], paid["bound"], strict=True)), name
+    assert len(set(dollars(one)["greedy"])) > 1
+
+
 def test_a_spread_is_between_the_values() -> None:
     found = spread([4.0, 1.0, 2.0, 3.0, 5.0])
     assert (found.median, found.p5, found.p95) == (3.0, pytest.approx(1.2), pytest.approx(4.8))
