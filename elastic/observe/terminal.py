@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -38,7 +38,8 @@ STEPS_KEPT = 1000  # that may still be undone; see Books
 ACCOUNT_S = 2.0  # between two accounts
 START_LEAST_S = 0.5  # of a phase of a run's start that has a line
 DOING_AFTER_S = 2.0  # that such a phase is under way is told
-KEPT = 200  # steps and notes that it remembers
+KEPT = 200  # steps, notes and evaluations that it remembers
+KEPT_PLANS = 16  # of the newest generations: each names up to thousands of ranks
 MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
     "Decision": "cyan",
@@ -122,7 +123,16 @@ class Terminal:
 
     def _forget(self) -> None:
         """A run of months takes as much memory as one of minutes."""
-        del self.view.points[:-KEPT], self.view.notes[:-KEPT]
+        view = self.view
+        del view.points[:-KEPT], view.notes[:-KEPT], view.entered[:-KEPT_PLANS]
+        view.noise.clear()
+        bounds: tuple[tuple[dict[int, Any], int], ...] = (
+            (view.planned, KEPT_PLANS), (view.orders, KEPT_PLANS), (view.lost, KEPT_PLANS),
+            (view.evaluations, KEPT),
+        )  # fmt: skip
+        for known, n in bounds:
+            for number in sorted(known)[:-n]:
+                del known[number]
 
     def _follow(self) -> None:
         if self._console.is_terminal:
