@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -67,15 +67,18 @@ STYLES = {
 
 
 class Terminal:
-    """Shows a run by its journal's lines until `stop`. Never raises into the run."""
+    """Shows a run by its journal's lines until `stop`. `read`: see HeardLines. Never raises into
+    the run."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, read: Callable[[], Iterable[Line]] = tuple
+    ) -> None:
         self.view = View()
         self._books = Books(keeps=STEPS_KEPT)
         self._goodput: float | None = None
         self._accounted_s = float("-inf")
         self._console = Console(file=stream, highlight=False)
-        self._heard = HeardLines(self._follow, "elastic-terminal", STOP_MOST_S)
+        self._heard = HeardLines(self._follow, "elastic-terminal", STOP_MOST_S, read=read)
         self._said_at_s = 0.0
         # what is waited for, as it was printed last, and when anything was
         self._reason, self._printed_s = "", time.monotonic()

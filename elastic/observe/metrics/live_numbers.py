@@ -38,7 +38,7 @@ class LiveNumbers(HeardLines):
         tell: Sequence[Callable[[str, Sequence[Sample]], None]],
         readers: Sequence[JournalReader] = (),
     ) -> None:
-        super().__init__(self._follow, "live numbers")
+        super().__init__(self._follow, "live numbers", read=run.lines)
         self._run, self._tell, self._readers = run, [*tell], [*readers]
         self._numbers = RunNumbers()
 

@@ -33,7 +33,7 @@ class MetricsFiles(HeardLines):
     evaluated at a step is reported after it."""
 
     def __init__(self, run: RunFolder, on_step: OnStep | None = None) -> None:
-        super().__init__(self._follow, "metrics", CLOSE_MOST_S)
+        super().__init__(self._follow, "metrics", CLOSE_MOST_S, read=run.lines)
         self._run, self._on_step = run, on_step
         self._csv: MetricsCsv | None = None
         self._board: TensorBoardFiles | None = None
@@ -126,6 +126,8 @@ class MetricsFiles(HeardLines):
         self._waiting = [one for one in self._waiting if one["step"] <= step]
         self._to_csv(lambda csv: csv.cut(step))
         self._to_board(TensorBoardFiles.cut)
+        if len(self._waiting) > STEPS_KEPT:  # of a journal that is read at once
+            self._flush(len(self._waiting) - 1)
         while self._tokens_at and self._tokens_at[-1][0] > step:
             self._tokens_at.pop()
         last = self._csv.last if self._csv is not None else None
