@@ -3,29 +3,44 @@ disk or a library never holds the driver up. They are taken in batches: the driv
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from elastic.ledger.journal import Line
+from elastic.errors import ElasticError
+from elastic.ledger.journal import MERGE_S, Line
+
+log = logging.getLogger(__name__)
 
 CLOSE_MOST_S = 10.0
+WAITING_MOST = 20_000  # lines, hours of a run
+WRITTEN_S = 2 * MERGE_S  # after which what was heard is in the journal
 
 
 class HeardLines:
     """`follow` runs in the thread, calls `take` until that is False, and then ends: `close` waits
-    `close_most_s` for that."""
+    `close_most_s` for that. `read`: the journal that the lines are of: where more come than may
+    wait, they are taken from there."""
 
     def __init__(
-        self, follow: Callable[[], None], name: str, close_most_s: float = CLOSE_MOST_S
+        self,
+        follow: Callable[[], None],
+        name: str,
+        close_most_s: float = CLOSE_MOST_S,
+        *,
+        read: Callable[[], Iterable[Line]] = tuple,
     ) -> None:
-        self._close_most_s = close_most_s
-        self._lines: SimpleQueue[Line | None] = SimpleQueue()
+        self._close_most_s, self._read = close_most_s, read
+        # with the number of entries of the journal before each
+        self._lines: deque[tuple[int, Line]] = deque()
+        self._n_heard = self._n_taken = 0  # entries
         self._closed = threading.Event()
         self._next_s = 0.0
         self._before: Sequence[Line] = ()
-        self._epoch = 0
+        self._epoch = self._epoch_heard = 0
         self._thread = threading.Thread(target=follow, name=name, daemon=True)
 
     def start(self, before: Sequence[Line] = (), epoch: int = 0) -> None:
@@ -34,11 +49,13 @@ class HeardLines:
         self._thread.start()
 
     def hear(self, line: Line) -> None:
-        self._lines.put(line)
+        begin, self._epoch_heard = self._n_heard, line.epoch
+        if len(self._lines) < WAITING_MOST:
+            self._lines.append((begin, line))
+        self._n_heard = begin + n_entries(line)
 
     def close(self) -> None:
         """No more lines will come."""
-        self._lines.put(None)
         self._closed.set()
         self._thread.join(self._close_most_s)
 
@@ -47,9 +64,45 @@ class HeardLines:
         False: no more will."""
         self._closed.wait(max(0.0, self._next_s - time.monotonic()))
         self._next_s = time.monotonic() + every_s
-        while not self._lines.empty():
-            line = self._lines.get()
-            if line is None:
-                return False
-            take(line)
-        return True
+        more, n_heard = not self._closed.is_set(), self._n_heard
+        while self._lines:
+            begin, line = self._lines.popleft()
+            if begin > self._n_taken:
+                self._take_missing(take)
+            self._give(begin, line, take)
+        if n_heard > self._n_taken and not self._take_missing(take):
+            self._n_taken = n_heard
+        return more
+
+    def _take_missing(self, take: Callable[[Line], object]) -> bool:
+        """From the journal, up to its end. It merges lines, and has each event. False: it had
+        none."""
+        n_before = self._n_taken
+        self._lines.clear()  # when that has been waited for, they are all there
+        self._closed.wait(WRITTEN_S)
+        n = 0
+        for line in self._journal():
+            if line.epoch == self._epoch_heard:
+                self._give(n, line, take)
+                n += n_entries(line)
+        return self._n_taken > n_before
+
+    def _journal(self) -> Iterator[Line]:
+        try:
+            yield from self._read()
+        except (ElasticError, OSError) as error:
+            log.warning("%s: lines of the journal are missing (%s)", self._thread.name, error)
+
+    def _give(self, begin: int, line: Line, take: Callable[[Line], object]) -> None:
+        """What of the line was not taken yet. `begin`: entries of the journal before it."""
+        n, n_known = n_entries(line), self._n_taken - begin
+        if 0 < n_known >= n:
+            return
+        take(line if n_known <= 0 else replace(line, events=line.events[n_known:]))
+        self._n_taken = begin + n
+
+
+def n_entries(line: Line) -> int:
+    """Of a line as it is heard and as it is written the same: decisions to do nothing are merged
+    away."""
+    return len(line.events) + bool(line.decision is not None and line.decision.actions)

@@ -28,9 +28,9 @@ class ReadOnce:
         self._storage = storage
         self._texts: dict[str, bytes] = {}
 
-    def list(self, prefix: str = "") -> list[str]:
-        keys = self._storage.list(prefix)
-        if prefix == PREFIX:
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
+        keys = self._storage.list(prefix, after)
+        if prefix == PREFIX and not after:
             self._texts = {key: text for key, text in self._texts.items() if key in keys}
         return keys
 

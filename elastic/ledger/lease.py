@@ -25,6 +25,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -91,7 +92,8 @@ class Lease:
             "host": place.host, "boot": place.boot, "pid": os.getpid(),
             "started": started(os.getpid()) or 0, "since_s": now_s, "ttl_s": times.ttl_s,
         }  # fmt: skip
-        before = newest(storage)
+        listed = storage.list(PREFIX)  # once: of a bucket that keeps versions it takes long
+        before = newest(storage, listed=listed)
         if before is not None:
             self._refuse_living(before, patient)
         self.attached = before is not None and not before.released
@@ -104,7 +106,9 @@ class Lease:
                 f"{storage.uri}: it overwrites what must not be (no If-None-Match); no run can be "
                 "kept safe there"
             )
-        older = [key for key in storage.list(PREFIX) if NAME.fullmatch(key) and key < self.sign.key]
+        since = storage.list(PREFIX, before.key if before is not None else "")
+        found = sorted({*listed, *since})
+        older = [key for key in found if NAME.fullmatch(key) and key < self.sign.key]
         if before is not None and max(older, default="") > before.key and not before.released:
             # it was heard again just now: it sees this epoch within its time to live
             time.sleep(before.ttl_s)
@@ -154,7 +158,7 @@ class Lease:
         while self.sign.epoch <= MOST_EPOCH:
             if self._write(self.sign):
                 return
-            winner = newest(self.storage)
+            winner = newest(self.storage, f"{PREFIX}{self.sign.epoch:08d}")
             if winner is not None and winner.epoch >= self.sign.epoch:
                 raise SpecError(self._refusal(winner))
             self.sign = replace(self.sign, epoch=self.sign.epoch + 1)
@@ -179,8 +183,8 @@ class Lease:
         until_s = time.monotonic() + before.ttl_s
         while time.monotonic() < until_s:
             time.sleep(min(self.times.renew_s, before.ttl_s))
-            after = newest(self.storage)
-            if after is not None and after.key != before.key and not after.released:
+            after = newest(self.storage, before.key)
+            if after is not None and not after.released:
                 raise SpecError(self._refusal(after))
 
     def _dead_here(self, sign: Sign) -> bool:
@@ -255,11 +259,12 @@ class Lease:
 
     def _replaced(self) -> bool:
         """A newer epoch is there. A sign of our own whose answer was lost is the newest from then
-        on."""
-        after = newest(self.storage)
+        on. Looks behind the last sign alone: where a bucket keeps versions, a list goes through all
+        that were ever removed before it."""
+        after = newest(self.storage, self.sign.key)
         if after is not None and after.epoch > self.epoch:
             return True
-        if after is not None and after.n > self.sign.n and self._mine(after):
+        if after is not None and self._mine(after):
             self.sign = after
         return False
 
@@ -280,24 +285,30 @@ def _awake_or_not_s() -> float:
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
-def newest(storage: Storage) -> Sign | None:
-    """The last sign of life of the newest epoch. Raises OSError where storage does not answer."""
-    # listed, and not there: replaced by the next one since, or a link to nothing
-    gone: set[str] = set()
+def newest(
+    storage: Storage, after: str = "", *, listed: Sequence[str] | None = None
+) -> Sign | None:
+    """The last sign of life of the newest epoch; of those behind `after`. `listed`: what there was
+    just now. Raises OSError where storage does not answer."""
+    found = None
     for _ in range(20):
-        found, n_gone = None, len(gone)
-        for key in sorted(set(storage.list(PREFIX)) - gone, reverse=True):
+        gone = ""  # listed, and not there: replaced by the next one since, or a link to nothing
+        keys = storage.list(PREFIX, after) if listed is None else listed
+        for key in sorted(keys, reverse=True):
             if not NAME.fullmatch(key):
                 _pass_over(storage.uri, key, "its name is not that of one")
                 continue
             try:
-                found = sign_at(storage, key)
+                sign = sign_at(storage, key)
             except FileNotFoundError:
-                gone.add(key)
-            if found is not None:
+                gone = gone or key
+                continue
+            if sign is not None:
+                found = sign
                 break
-        if len(gone) == n_gone:
+        if not gone:
             return found
+        after, listed = gone, None
     raise OSError(
         errno.EAGAIN, "its objects change faster than they can be read", storage.uri_of(PREFIX)
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ ASIDE = "journal-damaged-{}.jsonl"
 OF_NODE = "elastic-logs-"
 MODEL = "model/"  # what an export puts beside the weights
 LOGS = "logs"  # what the workers print, a file for each process
+PIECE_BYTES = 1 << 20  # that are copied at once
 STORED_AT = "storage-uri"  # in a driver's folder: where the run really is
 
 
@@ -234,9 +236,10 @@ class RunFolder:
         return journal
 
     def keep(self, name: str) -> None:
-        """A file of the folder goes to the run's storage too."""
+        """A file of the folder goes to the run's storage too, however large it is."""
         if self.storage.remote:
-            self.storage.put(name, (self.folder / name).read_bytes())
+            with (self.folder / name).open("rb") as file, self.storage.create(name) as stored:
+                shutil.copyfileobj(file, stored, PIECE_BYTES)
 
     def keep_files(self, files: Mapping[str, bytes]) -> None:
         """What an export puts beside the weights goes to the run's storage."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -38,7 +38,8 @@ STEPS_KEPT = 1000  # that may still be undone; see Books
 ACCOUNT_S = 2.0  # between two accounts
 START_LEAST_S = 0.5  # of a phase of a run's start that has a line
 DOING_AFTER_S = 2.0  # that such a phase is under way is told
-KEPT = 200  # steps and notes that it remembers
+KEPT = 200  # steps, notes and evaluations that it remembers
+KEPT_PLANS = 16  # of the newest generations: each names up to thousands of ranks
 MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
     "Decision": "cyan",
@@ -66,15 +67,18 @@ STYLES = {
 
 
 class Terminal:
-    """Shows a run by its journal's lines until `stop`. Never raises into the run."""
+    """Shows a run by its journal's lines until `stop`. `read`: see HeardLines. Never raises into
+    the run."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, read: Callable[[], Iterable[Line]] = tuple
+    ) -> None:
         self.view = View()
         self._books = Books(keeps=STEPS_KEPT)
         self._goodput: float | None = None
         self._accounted_s = float("-inf")
         self._console = Console(file=stream, highlight=False)
-        self._heard = HeardLines(self._follow, "elastic-terminal", STOP_MOST_S)
+        self._heard = HeardLines(self._follow, "elastic-terminal", STOP_MOST_S, read=read)
         self._said_at_s = 0.0
         # what is waited for, as it was printed last, and when anything was
         self._reason, self._printed_s = "", time.monotonic()
@@ -122,7 +126,16 @@ class Terminal:
 
     def _forget(self) -> None:
         """A run of months takes as much memory as one of minutes."""
-        del self.view.points[:-KEPT], self.view.notes[:-KEPT]
+        view = self.view
+        del view.points[:-KEPT], view.notes[:-KEPT], view.entered[:-KEPT_PLANS]
+        view.noise.clear()
+        bounds: tuple[tuple[dict[int, Any], int], ...] = (
+            (view.planned, KEPT_PLANS), (view.orders, KEPT_PLANS), (view.lost, KEPT_PLANS),
+            (view.evaluations, KEPT),
+        )  # fmt: skip
+        for known, n in bounds:
+            for number in sorted(known)[:-n]:
+                del known[number]
 
     def _follow(self) -> None:
         if self._console.is_terminal:

@@ -232,10 +232,12 @@ class CloudStorage(ObjectStorage):
     def _delete(self, client: Any, name: str) -> None:
         obstore.delete(client, name)
 
-    def _listed(self, start: str) -> Iterator[Sequence[tuple[str, int, float]]]:
+    def _listed(self, start: str, after: str = "") -> Iterator[Sequence[tuple[str, int, float]]]:
         folder = start.rpartition("/")[0] or None
         pages = self._ask(
-            start, "listing", lambda store: [*obstore.list(store, folder, chunk_size=1000)]
+            start,
+            "listing",
+            lambda store: [*obstore.list(store, folder, offset=after or None, chunk_size=1000)],
         )
         for page in pages:
             yield [

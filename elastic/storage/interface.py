@@ -89,8 +89,9 @@ class Storage(ABC):
         """Names of the folders directly under this storage, sorted."""
 
     @abstractmethod
-    def list(self, prefix: str = "") -> list[str]:
-        """Keys that start with `prefix`, sorted; a prefix may end inside a name."""
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
+        """Keys that start with `prefix`, sorted; a prefix may end inside a name. `after`: only
+        those that sort behind it; where storage can, it looks at no others."""
 
     def sizes(self, prefix: str = "") -> Sizes:
         """Like `list`, with what `size` and `modified_s` say of each key. Keys that are removed

@@ -112,7 +112,7 @@ class LocalStorage(Storage):
             return []
         return sorted(path.name for path in self.root.iterdir() if path.is_dir())
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
         start = self.path(prefix.rpartition("/")[0]) if "/" in prefix else self.root
         found = []
         for where, _, names in os.walk(start, onerror=_raised):
@@ -120,7 +120,7 @@ class LocalStorage(Storage):
             found += [
                 (folder / name).as_posix() for name in names if not name.startswith(TEMPORARY)
             ]
-        return sorted(key for key in found if key.startswith(prefix))
+        return sorted(key for key in found if key.startswith(prefix) and key > after)
 
     def delete(self, key: str) -> None:
         path = self.path(key)

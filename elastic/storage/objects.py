@@ -135,18 +135,21 @@ class ObjectStorage(Storage):
             return False
         return True
 
-    def list(self, prefix: str = "") -> list[str]:
-        return [*self.sizes(prefix)]
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
+        return [*self._sizes(prefix, after)]
 
     def sizes(self, prefix: str = "") -> Sizes:
+        return self._sizes(prefix)
+
+    def _sizes(self, prefix: str, after: str = "") -> Sizes:
         if "/" in prefix:
             checked(prefix.rpartition("/")[0])
         found = {
             name[len(self._inside) :]: (n_bytes, modified_s)
-            for page in self._listed(self._inside + prefix)
+            for page in self._listed(self._inside + prefix, after and self._inside + after)
             for name, n_bytes, modified_s in page
         }
-        return {key: found[key] for key in sorted(found) if _plain(key)}
+        return {key: found[key] for key in sorted(found) if key > after and _plain(key)}
 
     def each(self, jobs: Iterable[Callable[[], T]]) -> Sequence[T]:
         futures = [start(job) for job in jobs]
@@ -326,8 +329,9 @@ class ObjectStorage(Storage):
     def _delete(self, client: Any, name: str) -> None: ...
 
     @abstractmethod
-    def _listed(self, start: str) -> Iterator[Sequence[tuple[str, int, float]]]:
-        """Pages of the objects whose names begin so: name, bytes, when it was written."""
+    def _listed(self, start: str, after: str = "") -> Iterator[Sequence[tuple[str, int, float]]]:
+        """Pages of the objects whose names begin so: name, bytes, when it was written. `after`: a
+        name up to which none need be listed; '' = all are."""
 
 
 class Upload(io.RawIOBase):

@@ -193,8 +193,8 @@ class S3Storage(ObjectStorage):
     def _delete(self, client: Any, name: str) -> None:
         client.delete_object(Bucket=self.bucket, Key=name)
 
-    def _listed(self, start: str) -> Iterator[Sequence[tuple[str, int, float]]]:
-        for page in self._pages(start):
+    def _listed(self, start: str, after: str = "") -> Iterator[Sequence[tuple[str, int, float]]]:
+        for page in self._pages(start, **({"StartAfter": after} if after else {})):
             yield [
                 (item["Key"], int(item["Size"]), float(item["LastModified"].timestamp()))
                 for item in page.get("Contents", ())

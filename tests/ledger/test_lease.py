@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -266,17 +267,57 @@ class Cut(LocalStorage):
         self.at_put: Callable[[], object] = lambda: None
         self.at_list: Callable[[], object] = lambda: None
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
         if self.cut:
             raise OSError(errno.EIO, "Input/output error")
         self.at_list()
-        return super().list(prefix)
+        return super().list(prefix, after)
 
     def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
         if self.cut:
             raise OSError(errno.EIO, "Input/output error")
         self.at_put()
         return super().put(key, data, if_absent)
+
+
+class Versioned(LocalStorage):
+    """As a bucket that keeps versions: a list goes through what was removed, too, and finds none of
+    it. `walked`: how many names the lists have gone through."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.removed: list[str] = []  # in their order
+        self.walked = 0
+
+    def delete(self, key: str) -> None:
+        super().delete(key)
+        self.removed.append(key)
+
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
+        found = super().list(prefix, after)
+        self.walked += len(found) + len(self.removed) - bisect_right(self.removed, after)
+        return found
+
+
+def test_a_renewal_of_a_lease_of_weeks_walks_over_no_sign_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    storage = Versioned(tmp_path)
+    lease = Lease(storage, "r", Times(renew_s=600.0, ttl_s=1800.0))
+    for n in range(1, 1001):
+        assert lease._renewed() and lease.sign.n == n
+    storage.walked = 0
+    assert lease._renewed()
+    assert storage.walked <= 2 < 1000 == len(storage.removed) - 1
+    put(storage, epoch=2, n=0, ttl_s=0.01)
+    assert not lease._renewed(), "a newer epoch is seen as before"
+    lease.release()
+    storage.walked = 0
+    after = Lease(storage, "r", Times(renew_s=600.0, ttl_s=1800.0), patient=True)
+    assert storage.walked < 1.5 * len(storage.removed), "one long list"
+    assert after.epoch == 3 and storage.list("lease/") == [after.sign.key]
+    after.release()
 
 
 def out_of_reach(root: Path, clock: Clock) -> tuple[Cut, Lease]:
@@ -346,11 +387,11 @@ def test_renewals_go_on_after_what_nobody_thought_of(
     storage = open_storage(str(tmp_path))
     lease = Lease(storage, "r", OUTAGE)
 
-    def unheard_of(key: str) -> bytes:
-        raise KeyError(key)
+    def unheard_of(prefix: str = "", after: str = "") -> list[str]:
+        raise KeyError(prefix)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "get", unheard_of)
+        patch.setattr(storage, "list", unheard_of)
         until(lambda: isinstance(lease.trouble, KeyError), "the trouble")
     n = lease.sign.n
     until(lambda: lease.sign.n > n + 1, "two more signs")

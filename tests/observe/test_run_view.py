@@ -32,6 +32,7 @@ from elastic.types import (
     Decision,
     DriverStarted,
     EnterPlan,
+    Evaluated,
     Layout,
     ModelProfile,
     Node,
@@ -327,6 +328,28 @@ def test_plain_terminal_is_silent_about_what_an_earlier_driver_showed() -> None:
     assert shows.view.notes == view_of(lines()).notes, "each line counts once"
     assert "notice" not in stream.getvalue()
     assert shows.view.step == 12
+
+
+def test_a_terminal_of_a_run_of_months_keeps_the_newest_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(terminal, "LOOK_S", 0.0)
+    stream = io.StringIO()
+    shows = Terminal(stream)
+    shows.hear(lines()[0])
+    for n in range(1, 401):
+        new = replace(PLANS[0], generation=n)
+        shows.hear(tick(n, actions=(EnterPlan(new),), reason=f"for reason {n}"))
+        shows.hear(tick(n + 0.3, PlanEntered(n, n - 1)))
+        shows.hear(step(n + 0.6, n, n))
+        shows.hear(tick(n + 0.7, Evaluated(n, n, {"validation_loss": 1.0 * n})))
+        shows._plain()
+    view = shows.view
+    assert [*view.planned] == [*range(385, 401)] == [*view.orders] == [*view.lost]
+    assert [event.generation for _, event in view.entered] == [*range(385, 401)]
+    assert len(view.evaluations) == terminal.KEPT == len(view.points)
+    assert view.validation_loss == 400.0 and view.orders[400] == "for reason 400"
+    assert stream.getvalue().count("started at step") == 400, "each with its layout"
 
 
 def test_the_live_picture(tmp_path: Path) -> None:

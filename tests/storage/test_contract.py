@@ -78,6 +78,17 @@ def test_put_get_list_delete(storage: Storage) -> None:
     assert storage.list() == []
 
 
+def test_a_list_begins_behind_a_key(storage: Storage) -> None:
+    keys = ["a/1", "a/2", "a/3", "a2", "b"]
+    for key in keys:
+        storage.put(key, b"")
+    assert storage.list("a/", "a/1") == ["a/2", "a/3"]
+    assert storage.list("a/", "a/15") == ["a/2", "a/3"], "one that is not there"
+    assert storage.list("a/", "a/3") == [] == storage.list("a/", "b")
+    assert storage.list("", "a/3") == ["a2", "b"] and storage.list("b", "a") == ["b"]
+    assert storage.list("a/", "") == keys[:3]
+
+
 def test_names_that_need_quoting(storage: Storage) -> None:
     keys = sorted(["a b", "a+b", "a%20b", "ü/ß", "x=1&y=2", "q?", "h#1", "(1)'", "日本"])
     for key in keys:

@@ -152,7 +152,7 @@ class JobRun:
         with self._phase("the program was read", "the program is read"):
             self._load(program)
         self.storage: Storage = self.place.storage
-        self.terminal = Terminal(options.stream) if options.show else None
+        self.terminal = Terminal(options.stream, self.place.lines) if options.show else None
         self._cut: JournalCut | None = None
         self._found = FoundCopies((), {}, ())
 

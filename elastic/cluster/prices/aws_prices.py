@@ -17,7 +17,7 @@ from botocore import exceptions as aws
 from botocore.config import Config
 
 from elastic.storage import aws_errors
-from elastic.storage.aws_errors import code_of, meaning
+from elastic.storage.aws_errors import Meaning, code_of, meaning
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ PRICING_REGION = "us-east-1"  # the price list service is in few regions and kno
 LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
 # history begins with the price that was in force then; clocks may differ
 SPOT_LOOK = timedelta(hours=1)
+# what may be otherwise with credentials that were renewed
+STALE: tuple[Meaning, ...] = ("expired", "unknown", "no credentials", "no login")
 ADVICE = {
     **aws_errors.ADVICE,
     "forbidden": "these credentials may not ask that",
@@ -106,13 +108,19 @@ class AwsPrices:
         return min(found, default=None)
 
     def _ask(self, service: str, region: str, request: Callable[[Any], T], *, what: str) -> T:
-        """Raises NoAnswer."""
+        """A client keeps the credentials that it was made with: where they do not count any more, a
+        new one asks once more. Raises NoAnswer."""
+        kept = (service, region) in self._made
         try:
             client = self._made.get((service, region)) or self.client(service, region)
             self._made[service, region] = client
             return request(client)
         except (aws.ClientError, aws.BotoCoreError) as error:
             means = meaning(error)
+            if means in STALE:
+                self._made.clear()
+                if kept:
+                    return self._ask(service, region, request, what=what)
             if means == "no credentials":
                 raise NoCredentials("there are no AWS credentials here") from error
             if isinstance(error, aws.ClientError):

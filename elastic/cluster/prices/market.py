@@ -29,6 +29,7 @@ SCORES_S = 3600.0  # AWS limits how many different questions of it may be asked 
 ON_DEMAND_S = 86400.0
 NEWS = 0.001  # a change by less than this share is none
 TABLE = f"table of {catalog.PRICES_AT}"
+OF_AWS = "of AWS"  # in the source of a price that was looked up
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Market:
                 key = ("on-demand", pool.instance_type, pool.region)
                 ask = partial(self.prices.on_demand, pool.instance_type, pool.region)
                 usd = self._keep(key, ON_DEMAND_S, ask)
-                return from_table(pool) if usd is None else Price(pool, usd, "price list of AWS")
+                return from_table(pool) if usd is None else Price(pool, usd, f"price list {OF_AWS}")
             found = self.prices.spot(pool.instance_type, pool.region)
         except NoAnswer as error:
             self._mute = isinstance(error, NoCredentials)
@@ -111,7 +112,7 @@ class Market:
         where = (
             pool.zone if pool.zone in zones else f"median of {len(zones)} zones of {pool.region}"
         )
-        return Price(pool, usd, f"spot price of AWS, {where}", zones, scores, score)
+        return Price(pool, usd, f"spot price {OF_AWS}, {where}", zones, scores, score)
 
     def _scores(self, pool: Pool) -> dict[str, int]:
         key = ("scores", pool.instance_type, pool.region, str(pool.max_nodes))
@@ -171,6 +172,7 @@ class Ticker:
         self._told = {pool.name: (pool.usd_per_node_h, 0) for pool in self._pools}
         self._news: SimpleQueue[Event] = SimpleQueue()
         self._said: set[str] = set()
+        self._missing: set[str] = set()  # pools whose price AWS did not tell at the last look
         self._ended = threading.Event()
         if self._pools:
             threading.Thread(target=self._run, name="market", daemon=True).start()
@@ -190,8 +192,14 @@ class Ticker:
             self._ended.wait(self._refresh_s)
 
     def _look(self) -> None:
-        for price in self._market.look(self._pools):
+        prices = self._market.look(self._pools)
+        for price in prices:
             self._tell(price)
+        found = {price.pool.name for price in prices if OF_AWS in price.source}
+        if self._said and (again := sorted(found & self._missing)):
+            self._said.clear()  # what fails after that is said again
+            log.warning("prices: AWS answers again for %s", ", ".join(again))
+        self._missing = {pool.name for pool in self._pools} - found
         for text in self._market.problems:
             if text not in self._said:
                 self._said.add(text)

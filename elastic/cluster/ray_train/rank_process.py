@@ -31,6 +31,7 @@ from elastic.cluster.ray_train.script_checkpoints import (
     ReportedCheckpoints,
     copies_of,
     remove_copies,
+    remove_left,
 )
 from elastic.cluster.ray_train.script_child import PARENT, QUESTIONS, UNREACHED
 from elastic.cluster.ray_train.script_output import BAR, StepReader, error_part
@@ -341,6 +342,8 @@ class RankProcess:
         """The first rank of a node does it for all."""
         if place.local_rank == 0 and self._questions is not None:
             remove_copies(self._copies.parent, but=self._copies.name if older else "")
+            if older:
+                remove_left(self._copies.parent)
 
     def _look(self, child: subprocess.Popen[str], place: RankPlace) -> None:
         now_s = time.monotonic()

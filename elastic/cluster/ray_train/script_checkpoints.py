@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from elastic.cluster.workers.output import check_own, make_folder
@@ -23,6 +24,7 @@ from elastic.storage import LocalStorage, Storage
 
 REPORTED, MARKER = "reported", ".json"
 KEPT = 2  # the newest whole ones
+HELD = "held"  # locked by each process that may read the copies beside it
 PIECE_BYTES = 64 << 20  # that are copied at once
 
 
@@ -57,6 +59,43 @@ def remove_copies(copies: Path, but: str = "") -> None:
             for folder in list(copies.iterdir()) if but else [copies]:
                 if folder.name != but:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def hold(copies: Path) -> int:
+    """As long as this process lives no other one takes what the node keeps there for left behind.
+    Raises OSError."""
+    while True:
+        make_folder(copies)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        handle = os.open(copies / HELD, flags, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):  # somebody has just removed it
+            if os.stat(copies / HELD).st_ino == os.fstat(handle).st_ino:
+                return handle
+        os.close(handle)
+
+
+def remove_left(copies: Path) -> None:
+    """What scripts that were killed have left beside `copies`, of other runs, or by another name of
+    this node. Nothing where the folder is not this user's own, no link is followed."""
+    with suppress(OSError):
+        check_own(copies.parent)
+        for held in copies.parent.glob(f"*/{HELD}"):
+            if held.parent != copies and not held.parent.is_symlink():
+                _remove_unheld(held)
+
+
+def _remove_unheld(held: Path) -> None:
+    with suppress(OSError):
+        handle = os.open(held, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody lives
+            left = held.parent.with_name(f"left-{held.parent.name}-{os.getpid()}")
+            held.parent.rename(left)  # who begins now makes another one
+            shutil.rmtree(left, ignore_errors=True)
+        finally:
+            os.close(handle)
 
 
 @dataclass(frozen=True)
@@ -101,8 +140,8 @@ class ReportedCheckpoints:
         `copies`, which all ranks of the node share."""
         if isinstance(self.storage, LocalStorage):
             return self.storage.path(key)
-        make_folder(copies.parent)
-        copies.mkdir(exist_ok=True)
+        hold(copies.parent)
+        copies.mkdir(parents=True, exist_ok=True)
         whole, folder = copies / _name(key), key.rpartition("/")[2]
         with (copies / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

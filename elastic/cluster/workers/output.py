@@ -228,7 +228,8 @@ def _prune_all(files: Iterable[Path]) -> None:
         if at < FILES_KEPT and until[at] <= LOGS_BYTES:
             continue
         with suppress(OSError):
-            handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # to write: NFS and EFS give no exclusive lock of a file that is open to be read
+            handle = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 # raises where it is written still
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

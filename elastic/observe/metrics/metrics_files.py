@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from elastic.ledger.heard_lines import HeardLines
@@ -14,7 +15,9 @@ from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.metrics.metrics_csv import CSV, MetricsCsv
 from elastic.observe.metrics.node_loads import NodeLoads, over_nodes
+from elastic.observe.metrics.retried_writes import RetriedWrites
 from elastic.observe.metrics.step_rows import Row, row
+from elastic.observe.metrics.stored_copies import StoredCopies
 from elastic.observe.metrics.tensorboard_files import TensorBoardFiles
 from elastic.types import EnterPlan, Evaluated, PlanEntered, PlansFound, StepDone
 
@@ -33,10 +36,15 @@ class MetricsFiles(HeardLines):
     evaluated at a step is reported after it."""
 
     def __init__(self, run: RunFolder, on_step: OnStep | None = None) -> None:
-        super().__init__(self._follow, "metrics", CLOSE_MOST_S)
+        super().__init__(self._follow, "metrics", CLOSE_MOST_S, read=run.lines)
         self._run, self._on_step = run, on_step
-        self._csv: MetricsCsv | None = None
-        self._board: TensorBoardFiles | None = None
+        self._csv = RetriedWrites(self._table, partial(self._failed, CSV))
+        # None: tensorboardX is not installed
+        self._board: RetriedWrites[TensorBoardFiles] | None = RetriedWrites(
+            lambda: TensorBoardFiles(run.folder), partial(self._failed, "TensorBoard's files")
+        )
+        self._copies = StoredCopies(run)
+        self._copies_failed = False  # and that was said
         self._waiting: list[Row] = []  # of steps, the newest last
         self._workers: dict[int, int] = {}  # generation -> how many
         self._generation = self._tokens = self._step = 0
@@ -59,25 +67,35 @@ class MetricsFiles(HeardLines):
             if now_s - self._kept_s >= KEEP_S:
                 self._keep()
         self._flush(len(self._waiting))
-        self._keep()
+        self._again(now=True)
+        self._keep(last=True)
+
+    def _table(self) -> MetricsCsv:
+        self._run.folder.mkdir(parents=True, exist_ok=True)
+        return MetricsCsv(self._run.folder)
+
+    def _again(self, now: bool = False) -> None:
+        """What could not be written; `now`: also where it was tried less than a minute ago."""
+        self._csv.attempt(now)
+        if self._board is not None:
+            self._board.attempt(now)
 
     def _open(self) -> None:
         try:
-            self._run.folder.mkdir(parents=True, exist_ok=True)
-            self._csv = MetricsCsv(self._run.folder)
-            self._board = TensorBoardFiles(self._run.folder)
+            self._again()
         except ImportError:
+            self._board = None
             log.info("no files for TensorBoard: pip install tensorboardX")
-        except OSError as error:
-            self._failed(CSV, error)
-        if self._csv is not None and self._csv.last is not None:
-            self._step, self._tokens = int(self._csv.last["step"]), int(self._csv.last["tokens"])
-        self._draws = self._board is not None and not self._board.known
+        if (last := self._last) is not None:
+            self._step, self._tokens = int(last["step"]), int(last["tokens"])
+        drawn = self._drawn
+        self._draws = drawn is not None and not drawn.known
+        self._copies = StoredCopies(self._run, drawn.names() if drawn is not None else ())
         try:
             for line in self._earlier():
                 self._take(line)
         except Exception as error:  # noqa: BLE001 - storage, or a journal of another version
-            self._failed("what earlier drivers did", error)
+            self._missing("what earlier drivers did", error)
         self._before = ()
         self._flush(len(self._waiting))
 
@@ -108,6 +126,8 @@ class MetricsFiles(HeardLines):
                 self._workers[action.plan.generation] = len(action.plan.ranks)
         for old in list(self._workers)[:-PLANS_KEPT]:
             del self._workers[old]
+        if len(self._waiting) > STEPS_KEPT:  # of a journal that is read at once
+            self._flush(len(self._waiting) - 1)
 
     def _done(self, event: StepDone, at_s: float) -> None:
         if event.step <= self._step or event.generation < self._generation:
@@ -115,8 +135,8 @@ class MetricsFiles(HeardLines):
         self._step, self._tokens = event.step, self._tokens + event.tokens
         self._tokens_at.append((self._step, self._tokens))
         workers = self._workers.get(event.generation, 0)
-        if self._board is not None:
-            self._board.logged |= event.logged.keys()
+        if (drawn := self._drawn) is not None:
+            drawn.logged |= event.logged.keys()
         self._waiting.append(row(event, at_s=at_s, workers=workers, tokens=self._tokens))
 
     def _undone_after(self, step: int) -> None:
@@ -124,11 +144,11 @@ class MetricsFiles(HeardLines):
             return
         self._step = step
         self._waiting = [one for one in self._waiting if one["step"] <= step]
-        self._to_csv(lambda csv: csv.cut(step))
-        self._to_board(TensorBoardFiles.cut)
+        self._csv.put(lambda csv: csv.cut(step))
+        self._draw(TensorBoardFiles.cut)
         while self._tokens_at and self._tokens_at[-1][0] > step:
             self._tokens_at.pop()
-        last = self._csv.last if self._csv is not None else None
+        last = self._last
         in_file = int(last["tokens"]) if last is not None else 0
         self._tokens = self._tokens_at[-1][1] if self._tokens_at else in_file
 
@@ -138,21 +158,23 @@ class MetricsFiles(HeardLines):
                 one.update(event.metrics)
                 return
         if event.step <= self._step:
-            self._to_csv(lambda csv: csv.evaluated(event.step, event.metrics))
+            self._csv.put(lambda csv: csv.evaluated(event.step, event.metrics))
             if self._draws:
-                self._to_board(lambda board: board.add_values(event.step, at_s, event.metrics))
+                self._draw(lambda board: board.add_values(event.step, at_s, event.metrics))
 
     def _flush(self, n: int) -> None:
         """The first n of what waits."""
         rows, self._waiting = self._waiting[: max(0, n)], self._waiting[max(0, n) :]
-        self._to_csv(lambda csv: csv.add(rows))
-        if self._draws:
-            self._to_board(lambda board: board.add_rows(rows))
-            if rows and self._loads.at_s != self._drawn_at_s:
+        self._again()
+        if rows:
+            self._csv.put(lambda csv: csv.add(rows), len(rows))
+        if rows and self._draws:
+            self._draw(lambda board: board.add_rows(rows), len(rows))
+            if self._loads.at_s != self._drawn_at_s:
                 self._drawn_at_s = self._loads.at_s
                 seen = over_nodes(self._loads.of(self._loads.newest))
                 at = rows[-1]["step"], rows[-1]["at_s"]
-                self._to_board(lambda board: board.add_values(*at, seen, part="system"))
+                self._draw(lambda board: board.add_values(*at, seen, part="system"))
         for one in rows if self._live else ():
             self._tell(one)
 
@@ -165,33 +187,36 @@ class MetricsFiles(HeardLines):
             log.warning("on_step is called no more, it raised %s: %s", type(error).__name__, error)
             self._on_step = None
 
-    # -------------------------------------------------------------- what cannot be written is left
+    # ------------------------------------------------------------ what cannot be written is retried
 
-    def _to_csv(self, write: Callable[[MetricsCsv], None]) -> None:
-        try:
-            if self._csv is not None:
-                write(self._csv)
-        except (OSError, ValueError) as error:
-            self._csv = None
-            self._failed(CSV, error)
+    @property
+    def _last(self) -> Row | None:
+        """The newest row of the table."""
+        return self._csv.made.last if self._csv.made is not None else None
 
-    def _to_board(self, write: Callable[[TensorBoardFiles], object]) -> None:
-        try:
-            if self._board is not None:
-                write(self._board)
-        except OSError as error:
-            self._board = None
-            self._failed("TensorBoard's files", error)
+    @property
+    def _drawn(self) -> TensorBoardFiles | None:
+        return self._board.made if self._board is not None else None
+
+    def _draw(self, write: Callable[[TensorBoardFiles], object], n_rows: int = 1) -> None:
+        if self._board is not None:
+            self._board.put(write, n_rows)
 
     def _failed(self, what: str, error: Exception) -> None:
+        self._missing(f"{what} for now", error)
+
+    def _missing(self, what: str, error: Exception) -> None:
         run = self._run.name
         log.warning("%s: not in %s (%s); elastic report %s --csv has all", run, what, error, run)
 
-    def _keep(self) -> None:
+    def _keep(self, last: bool = False) -> None:
         """Where the run is in object storage they go there too."""
         self._kept_s = time.monotonic()
         if not self._run.storage.remote:
             return
-        if self._csv is not None:
-            self._to_csv(lambda _: self._run.keep(CSV))
-        self._to_board(lambda board: [*map(self._run.keep, board.names())])
+        drawn = self._drawn
+        error = self._copies.send([CSV, *(drawn.names() if drawn is not None else ())], last=last)
+        if error is not None and not self._copies_failed:
+            text = "%s: %s and TensorBoard's files are not stored for now, which is retried (%s)"
+            log.warning(text, self._run.name, CSV, error)
+        self._copies_failed = error is not None

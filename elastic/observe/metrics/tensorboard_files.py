@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from elastic.observe.metrics.step_rows import COLUMNS
 
 FOLDER = "tensorboard"
 NOT_DRAWN = ("step", "at_s")  # the axes
+MOST_BYTES, MOST_S = 8 << 20, 86400.0  # of one file
 
 
 class TensorBoardFiles:
     """Records are only ever added; where steps are undone or resumed from, a new file says from
-    which step on the older ones do not count (a session that starts there). `known`: there are
-    older ones. Raises ImportError where tensorboardX is not installed, OSError where a file cannot
-    be written."""
+    which step on the older ones do not count (a session that starts there). A file that has become
+    large or old is followed by a new one, and is never written again. `known`: there are older
+    ones. Raises ImportError where tensorboardX is not installed, OSError where a file cannot be
+    written: then nothing of that is in it."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -33,7 +36,8 @@ class TensorBoardFiles:
         self._folder = folder / FOLDER
         self._path: Path | None = None
         self.logged: set[str] = set()  # names that the user's code tells of steps
-        self.known = bool(self.names())  # an earlier driver's
+        self.known = self._undone = bool(self.names())  # an earlier driver's
+        self._n_bytes, self._begun_s = 0, 0.0  # of the file that is written
 
     def add_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
@@ -47,7 +51,7 @@ class TensorBoardFiles:
 
     def cut(self) -> None:
         """What came after the next step that is added was undone."""
-        self._path = None
+        self._path, self._undone = None, self.known
 
     def names(self) -> list[str]:
         """The files, by their names in the run's folder."""
@@ -65,23 +69,43 @@ class TensorBoardFiles:
         return event
 
     def _write(self, step: int, at_s: float, events: Sequence[Any]) -> None:
-        if self._path is None:
+        if self._n_bytes >= MOST_BYTES or at_s - self._begun_s >= MOST_S:
+            self._path = None
+        path = self._path
+        if path is None:
             # the number: two of one second would have one name
             name = (
                 f"events.out.tfevents.{at_s:010.0f}.{socket.gethostname()}.{len(self.names()):04d}"
             )
             head = [self._event(wall_time=at_s, file_version="brain.Event:2")]
-            if self.known:
+            if self._undone:
                 start = self._event(wall_time=at_s, step=step)
                 start.session_log.status = self._start
                 head.append(start)
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._path, self.known, events = self._folder / name, True, [*head, *events]
-        data = b"".join(self._record(event.SerializeToString()) for event in events)
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            path, events = self._folder / name, [*head, *events]
+        size = self._append(path, b"".join(self._record(e.SerializeToString()) for e in events))
+        if self._path is None:
+            self._path, self.known, self._undone, self._begun_s = path, True, False, at_s
+        self._n_bytes = size
+
+    def _append(self, path: Path, data: bytes) -> int:
+        """The size of the file after it."""
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            while data:
-                data = data[os.write(file, data) :]
+            size = os.fstat(file).st_size
+            whole = size + len(data)
+            try:
+                while data:
+                    data = data[os.write(file, data) :]
+            except OSError:
+                self._path = None  # what is next goes elsewhere: nobody reads behind a torn record
+                with suppress(OSError):
+                    os.ftruncate(file, size)
+                    if not size:
+                        path.unlink()
+                raise
+            return whole
         finally:
             os.close(file)
 

@@ -7,8 +7,6 @@ journal is read from its first line. Where few lines were read nothing is kept.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from array import array
 from contextlib import suppress
@@ -16,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from elastic.config.fingerprint import digest_of_code
-from elastic.errors import SpecError
-from elastic.ledger.journal import Doubles, Line, built, crc_of, plain
+from elastic.ledger import kept_reading
+from elastic.ledger.journal import Doubles, Line
 from elastic.ledger.journal_growth import JournalGrowth, JournalPlace
 from elastic.ledger.run_folder import RunFolder, key_of
 from elastic.observe import find_runs
@@ -124,10 +121,6 @@ def _file(run: RunFolder) -> Path:
     return user_cache(PLACE, "status") / f"{key_of(run.uri)}{NAMED}"
 
 
-def _code() -> str:
-    return digest_of_code("types", "config", "planner", "policy", "ledger", "observe")
-
-
 def _keep(file: Path, readers: _Readers, growth: JournalGrowth) -> None:
     """Where it cannot be written the journal is read again."""
     view, books, evidence = readers.view, readers.books, readers.evidence
@@ -139,15 +132,11 @@ def _keep(file: Path, readers: _Readers, growth: JournalGrowth) -> None:
             for p in view.points
         )
         kept = _Kept(
-            _code(), place, view.state, array("d", chain.from_iterable(rows)),
+            kept_reading.code(), place, view.state, array("d", chain.from_iterable(rows)),
             replace(view, state=EMPTY, points=[]), replace(books, state=EMPTY, _places=None),
             replace(evidence, state=EMPTY), readers.trend, readers.deep,
         )  # fmt: skip
-        text = json.dumps(plain(kept), separators=(",", ":")).encode()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        half = file.with_name(f"{file.name}.{os.getpid()}")
-        half.write_bytes(crc_of(text).encode() + b"\n" + text)
-        half.replace(file)
+        kept_reading.write(file, kept_reading.text_of(kept))
         _clear(file.parent)
 
 
@@ -163,15 +152,8 @@ def _clear(folder: Path) -> None:
 
 def _known(file: Path) -> tuple[_Readers, JournalPlace | None]:
     """What this user has kept, with code like this."""
-    try:
-        crc, _, text = file.read_bytes().partition(b"\n")
-        if crc_of(text).encode() != crc or file.stat().st_uid != os.getuid():
-            return _Readers(), None
-        data = json.loads(text)
-        if data["code"] != _code():
-            return _Readers(), None
-        kept = built(_Kept, data)
-    except (OSError, ValueError, KeyError, TypeError, SpecError):
+    kept = kept_reading.read(file, _Kept)
+    if kept is None:
         return _Readers(), None
     each = iter(kept.points)
     points = [

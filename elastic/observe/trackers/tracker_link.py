@@ -51,6 +51,11 @@ class TrackerLink:
         self._thread = threading.Thread(target=self._work, name=f"to {library}", daemon=True)
         self._thread.start()
 
+    @property
+    def known(self) -> int:
+        """The newest step that the library has taken."""
+        return self._known
+
     def put(self, point: TrackerPoint) -> None:
         with self._changed:
             if point.step <= self._known:

@@ -6,8 +6,9 @@ samples, so its first telling stays, and the axis has neither jumps nor duplicat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from elastic.observe.metrics.run_numbers import RunNumbers
 from elastic.observe.metrics.step_rows import row
@@ -15,6 +16,7 @@ from elastic.policy.state.fold import Change
 from elastic.types import DriverStarted, Evaluated, PlanEntered, StepDone
 
 NOT_TOLD = ("step", "at_s")  # the axes
+KNOWN = ("_told", "_tokens", "_generation", "_more", "_goodput_s", "_load_at_s")
 GOODPUT_EVERY_S = 5.0  # of the journal's time
 GOODPUT_OLD_S = 600.0  # the same of what earlier drivers did
 
@@ -39,6 +41,22 @@ class TrackerPoints:
     _more: dict[str, float] = field(default_factory=dict)  # for the next point
     _goodput_s: float = 0.0
     _load_at_s: float = 0.0
+
+    def standing(self) -> dict[str, Any]:
+        """What it knows of the lines that it has taken, as plain data."""
+        found = {name: getattr(self, name) for name in KNOWN}
+        return found | {"_open": asdict(self._open) if self._open is not None else None}
+
+    def resume(self, standing: Mapping[str, Any]) -> None:
+        """Continues from there. Raises KeyError, TypeError, ValueError."""
+        found = {name: standing[name] for name in KNOWN}
+        point = standing["_open"]
+        if point is not None:
+            numbers = {str(name): float(value) for name, value in point["numbers"].items()}
+            self._open = TrackerPoint(int(point["step"]), float(point["at_s"]), numbers)
+        self._more = {str(name): float(value) for name, value in found.pop("_more").items()}
+        for name, value in found.items():
+            setattr(self, name, type(getattr(self, name))(value))
 
     def take(self, change: Change, numbers: RunNumbers, live: bool) -> None:
         event = change.event

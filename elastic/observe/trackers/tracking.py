@@ -49,6 +49,22 @@ class Tracking:
         self._outcome = state.phase if state.phase in ENDED else ""
         self._points.take(change, numbers, live)
 
+    def standing(self) -> dict[str, Any]:
+        return self._points.standing()
+
+    def settled(self, standing: Mapping[str, Any]) -> bool:
+        """What its points tell up to there no tracker needs again."""
+        return all(link.known >= standing["_told"] for link in self._links.values())
+
+    def resume(self, standing: Mapping[str, Any], state: State) -> bool:
+        if state.first_started_at_s is None:
+            return False
+        self._open(state)
+        if not self.settled(standing):
+            return False  # one was added, or was behind
+        self._points.resume(standing)
+        return True
+
     def tick(self) -> None:
         if time.monotonic() - self._kept_s >= KEEP_S:
             self._keep()

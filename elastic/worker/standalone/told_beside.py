@@ -17,6 +17,8 @@ from elastic.config.job import JobSpec
 from elastic.errors import SpecError
 from elastic.ledger.heard_lines import HeardLines
 from elastic.ledger.journal import Line, write_line
+from elastic.ledger.run_folder import RunFolder
+from elastic.storage import open_storage
 from elastic.version import python_path
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,10 @@ class ToldBeside(HeardLines):
     Raises nothing into the run once that has begun: what fails is said once in the log."""
 
     def __init__(self, run_uri: str, spec: JobSpec, say: Callable[[str], None]) -> None:
-        super().__init__(self._send, "told beside", SEND_MOST_S)
+        super().__init__(
+            self._send, "told beside", SEND_MOST_S,
+            read=lambda: RunFolder.of(open_storage(run_uri)).lines(),
+        )  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -212,9 +212,9 @@ class Harmed(LocalStorage):
         self._fail("put")
         return super().put(key, data, if_absent)
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
         self._fail("list")
-        return super().list(prefix)
+        return super().list(prefix, after)
 
 
 def test_what_storage_does_not_answer_is_said_once_and_asked_again(

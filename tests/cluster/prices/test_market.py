@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from botocore.config import Config
+from botocore.exceptions import ClientError
 from botocore.retries.standard import ExponentialBackoff
 from support.cluster.aws_endpoint import AwsEndpoint
 from support.waiting import until
@@ -252,6 +253,48 @@ def test_an_endpoint_that_hangs_is_said_once_and_the_table_counts(
     ]
     ticker.close()
     assert ticker.take() == [], "the price that the pool was read with stays"
+
+
+def test_credentials_that_were_renewed_are_read_anew(
+    aws: AwsEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client has those that it was made with, for good."""
+    made: list[str] = []
+    valid, now = {"first"}, "first"
+
+    class Client:
+        def __init__(self, secret: str) -> None:
+            self.secret, self.known = secret, MAKE_CLIENT("ec2", REGION)
+
+        def __getattr__(self, name: str) -> Any:
+            if self.secret not in valid:
+                code = {"Error": {"Code": "ExpiredToken"}}
+                raise ClientError(code, "DescribeSpotPriceHistory")
+            return getattr(self.known, name)
+
+    def client(service: str, region: str) -> Client:
+        made.append(now)
+        return Client(now)
+
+    market = Market(aws_prices.AwsPrices(client))
+    ticker = Ticker([])
+    ticker._pools, ticker._market, ticker._told = [SPOT], market, {"spot": (SPOT_USD, 0)}
+    ticker._look()
+    assert ticker.take() == [PriceSeen("spot", 0.6, 9)] and made == ["first"]
+    now, valid = "second", {"second"}
+    aws.spot = [("us-east-1a", "use1-az1", "0.90", "2026-11-22T05:00:00.000Z")]
+    ticker._look()
+    assert ticker.take() == [PriceSeen("spot", 0.9, 9)] and made == ["first", "second"]
+    assert not caplog.records, "nobody has noticed"
+    valid = set()
+    for _ in range(3):
+        ticker._look()
+    assert made == ["first", "second"] + ["second"] * 3, "one for each look"
+    valid = {"second"}
+    ticker._look()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "the credentials have expired" in said[0]
+    assert said[1] == "prices: AWS answers again for spot"
 
 
 def test_a_profile_that_is_not_there_is_missing_credentials(

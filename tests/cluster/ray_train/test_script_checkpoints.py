@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from elastic.cluster.ray_train.script_checkpoints import (
     REPORTED,
     ReportedCheckpoints,
     copies_of,
+    hold,
     key_in,
     remove_copies,
+    remove_left,
     report_of,
 )
 from elastic.storage import LocalStorage, Storage
@@ -110,6 +114,48 @@ def test_a_folder_that_others_may_write_is_not_used(
     copies.parent.parent.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="not a folder of this user alone"):
         stored.local(key, copies)
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from elastic.cluster.ray_train.script_checkpoints import hold
+hold(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_script_has_left_is_removed_and_nothing_that_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine, other = copies_of("s3://bucket/r", "b"), copies_of("s3://bucket/r", "a")
+    home, logs = tmp_path / "home", other.parent / "r"
+    for folder in (mine / "1", logs, home):
+        folder.mkdir(parents=True)
+        (folder / "state").touch()
+    (home / "held").touch()
+    (other.parent / "link").symlink_to(home)
+    other.parent.chmod(0o700)
+    hold(mine)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(other)], stdout=subprocess.PIPE, text=True
+    ) as script:
+        try:
+            assert script.stdout is not None and script.stdout.readline() == "held\n"
+            (other / "2").mkdir()
+            remove_left(mine)
+            assert (other / "2").exists(), "a script reads there"
+        finally:
+            script.kill()
+    other.parent.chmod(0o755)
+    remove_left(mine)
+    assert other.exists(), "others may write there"
+    other.parent.chmod(0o700)
+    remove_left(mine)
+    assert sorted(path.name for path in other.parent.iterdir()) == ["link", "r", mine.name]
+    assert all((folder / "state").exists() for folder in (mine / "1", logs, home))
 
 
 @pytest.mark.parametrize("how", ["link", "open", "own", "link inside"])

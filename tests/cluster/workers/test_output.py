@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -130,6 +132,30 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     (tmp_path / output.PRUNED).unlink()
     output.prune(tmp_path)
     assert len(list(tmp_path.glob(f"*{output.CALLS}"))) == output.FILES_KEPT
+
+
+def test_they_go_where_an_exclusive_lock_needs_a_file_that_is_open_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS and EFS (flock(2))."""
+    flock = fcntl.flock
+
+    def of_nfs(file: int, how: int) -> None:
+        read_only = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        if how & fcntl.LOCK_EX and read_only:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    monkeypatch.setattr(output, "FILES_KEPT", 2)
+    for k in range(5):
+        file = tmp_path / f"spot-{k}-0-{k}.log"
+        file.touch()
+        os.utime(file, (k, k))
+    output.prune(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == [
+        "spot-3-0-3.log", "spot-4-0-4.log",
+    ]  # fmt: skip
 
 
 def test_they_go_by_their_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

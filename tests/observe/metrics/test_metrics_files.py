@@ -3,27 +3,34 @@ undone or resumed."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 from support.observe.small_run import lines
 from support.places import ROOT
+from support.storage.remote_folder import Remote
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from elastic.ledger.journal import Line
+from elastic.errors import StorageFailed, StorageRefused
+from elastic.ledger import heard_lines
+from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder
-from elastic.observe.metrics import metrics_files
+from elastic.observe.metrics import metrics_files, retried_writes, stored_copies, tensorboard_files
 from elastic.observe.metrics.metrics_csv import CSV
 from elastic.observe.metrics.metrics_files import MetricsFiles
+from elastic.observe.metrics.retried_writes import RetriedWrites
 from elastic.observe.metrics.step_rows import COLUMNS, Row, read_rows, rows_of
 from elastic.observe.run_view import view_of
 from elastic.storage import open_storage
@@ -234,3 +241,220 @@ def test_the_load_of_nodes_is_drawn_with_the_step_that_follows(tmp_path: Path) -
     (taken,) = drawn(run, "system/memory_share_most").values()
     assert taken == 0.75
     assert table(run) == expected(given)
+
+
+# ------------------------------------------------------------------------------------- runs of weeks
+
+
+class Counting(Remote):
+    """`sent`: bytes, by key, of each time it was written."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.sent: list[tuple[str, int]] = []
+
+    @contextmanager
+    def create(self, key: str, if_absent: bool = False) -> Iterator[BinaryIO]:
+        with super().create(key, if_absent) as file:
+            yield file
+        self.sent.append((key, self.size(key)))
+
+    def of(self, part: str) -> int:
+        return sum(n_bytes for key, n_bytes in self.sent if key.startswith(part))
+
+
+def step_line(step: int) -> Line:
+    done = StepDone(1, step, 1 / step, 8, 0.5, logged={"lr": 0.1})
+    return Line(float(step), 1, ((float(step), done),))
+
+
+def opened(run: RunFolder) -> MetricsFiles:
+    """Followed by the test, in place of its thread."""
+    files = MetricsFiles(run)
+    files._open()
+    files._draws = True
+    return files
+
+
+def take_steps(files: MetricsFiles, steps: range) -> None:
+    for step in steps:
+        files._take(step_line(step))
+        files._flush(1)
+        files._keep()
+
+
+def test_what_has_not_changed_is_not_sent_again_and_a_long_run_sends_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of 500 bytes for one of a megabyte, and each step is as a minute."""
+    monkeypatch.setattr(stored_copies, "SMALL_BYTES", 500)
+    monkeypatch.setattr(tensorboard_files, "MOST_BYTES", 8000)
+    storage = Counting(tmp_path / "there")
+    run = RunFolder(storage, tmp_path / "here")
+    files = opened(run)
+    take_steps(files, range(1, 5))
+    files._keep()
+    n = len(storage.sent)
+    for _ in range(10):
+        files._keep()
+    assert len(storage.sent) == n > 0
+    sent = []
+    for steps in (range(5, 501), range(501, 1001)):
+        take_steps(files, steps)
+        sent.append((storage.of(CSV), storage.of("tensorboard/")))
+    assert sent[1][0] < 2.5 * sent[0][0] and sent[1][1] < 2.5 * sent[0][1]
+    whole = (run.folder / CSV).stat().st_size
+    assert sent[1][0] < 15 * whole, "and not 500 times"
+    names = [path.name for path in sorted((run.folder / "tensorboard").iterdir())]
+    assert len(names) > 5
+    assert storage.sent[-1][0] in (CSV, f"tensorboard/{names[-1]}")
+    files._keep(last=True)
+    assert storage.get(CSV) == (run.folder / CSV).read_bytes()
+    for name in names:
+        assert (
+            storage.get(f"tensorboard/{name}") == (run.folder / "tensorboard" / name).read_bytes()
+        )
+    assert sorted(drawn(run, "train/train_loss")) == [*range(1, 1001)]
+    n = len(storage.sent)
+    take_steps(opened(run), range(1001, 1003))
+    again = {key for key, _ in storage.sent[n:]}
+    assert not again & {f"tensorboard/{name}" for name in names}, "nor by the next driver"
+
+
+def test_a_large_file_that_grows_slowly_is_sent_after_hours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_copies, "SMALL_BYTES", 500)
+    now_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr(stored_copies, "time", clock)
+    storage = Counting(tmp_path / "there")
+    files = opened(RunFolder(storage, tmp_path / "here"))
+    for step in range(1, 201):
+        files._take(step_line(step))
+    files._flush(200)
+    files._keep()
+    storage.sent.clear()
+    take_steps(files, range(201, 203))
+    assert storage.sent == []
+    now_s[0] += stored_copies.OLD_S
+    files._keep()
+    assert {key.partition("/")[0] for key, _ in storage.sent} == {CSV, "tensorboard"}
+
+
+def test_a_file_of_tensorboard_is_followed_by_another_after_a_day(tmp_path: Path) -> None:
+    """Which takes nothing back of what is in the older one, also where a late evaluation begins
+    it."""
+    run = run_of(tmp_path / "r")
+    files, day = opened(run), int(tensorboard_files.MOST_S)
+    late = Line(day + 9.5, 1, ((day + 9.5, Evaluated(1, 3, {"accuracy": 0.5})),))
+    for line in [*map(step_line, range(1, 10)), late, step_line(day + 10)]:
+        files._take(line)
+        files._flush(len(files._waiting))
+    assert len(list((run.folder / "tensorboard").iterdir())) == 2
+    assert sorted(drawn(run, "train/train_loss")) == [*range(1, 10), day + 10]
+    assert drawn(run, "evaluated/accuracy") == {3: 0.5}
+
+
+def test_what_storage_refuses_once_is_sent_the_next_minute_and_written_here_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = Counting(tmp_path / "there")
+    run = RunFolder(storage, tmp_path / "here")
+    files, keep = opened(run), RunFolder.keep
+    faults = [StorageFailed("s3://b/r: no whole answer"), StorageRefused("s3://b/r: refused")]
+
+    def fails(self: RunFolder, name: str) -> None:
+        if faults:
+            raise faults.pop()
+        keep(self, name)
+
+    monkeypatch.setattr(RunFolder, "keep", fails)
+    take_steps(files, range(1, 3))
+    assert caplog.text.count("are not stored for now") == 1
+    take_steps(files, range(3, 5))
+    assert [one["step"] for one in table(run)] == [1, 2, 3, 4]
+    assert sorted(drawn(run, "train/train_loss")) == [1, 2, 3, 4]
+    assert storage.get(CSV) == (run.folder / CSV).read_bytes()
+    assert storage.of("tensorboard/") and caplog.text.count("are not stored") == 1
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was undone and evaluated meanwhile counts too."""
+    now_s = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr(retried_writes, "time", clock)
+    run, given = run_of(tmp_path / "r"), lines()
+    files = opened(run)
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if len(data) > 100:
+            return write(file, data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def csv_full(self: object, file: Any, at: int, text: bytes) -> None:
+        file.seek(at)
+        file.write(text[:30])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for n, line in enumerate(given):
+        with monkeypatch.context() as patch:
+            if len(given) // 3 < n < 2 * len(given) // 3:
+                patch.setattr(os, "write", full)
+                patch.setattr(metrics_files.MetricsCsv, "_write", csv_full)
+            files._take(line)
+            files._flush(len(files._waiting) - 1)
+    assert len(table(run)) < 12
+    for name in (CSV, "TensorBoard's files"):
+        assert caplog.text.count(f"not in {name} for now") == 1
+    now_s[0] += retried_writes.AGAIN_S
+    files._flush(len(files._waiting))
+    assert table(run) == expected(given)
+    losses = {row["step"]: row["train_loss"] for row in table(run)}
+    assert drawn(run, "train/train_loss") == pytest.approx(losses)
+
+
+def test_what_waits_for_a_full_disk_is_bounded(tmp_path: Path) -> None:
+    done: list[int] = []
+
+    def opened() -> list[int]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writes = RetriedWrites[list[int]](opened, lambda error: None)
+    for n in range(3 * retried_writes.WAITING_MOST // 10):
+        writes.put(lambda made, n=n: made.append(n), 10)
+    writes.made = done
+    writes.attempt(now=True)
+    n = 3 * retried_writes.WAITING_MOST // 10
+    assert done == [*range(n - retried_writes.WAITING_MOST // 10, n)], "the newest"
+
+
+def test_all_steps_are_in_the_table_of_a_run_whose_reader_was_held_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heard_lines, "WAITING_MOST", 50)
+    monkeypatch.setattr(heard_lines, "WRITTEN_S", 0.0)
+    monkeypatch.setattr(metrics_files, "STEPS_KEPT", 64)
+    run, may, told = run_of(tmp_path / "r"), threading.Event(), list[int]()
+    journal = Journal(run.journal, 1)
+
+    def slow(row: Row) -> None:
+        may.wait(60)
+        told.append(row["step"])
+
+    files = MetricsFiles(run, slow)
+    journal.hear = (files.hear,)
+    files.start()
+    for step in range(1, 2001):
+        line = step_line(step)
+        journal.append(line.at_s, line.events)
+        assert len(files._lines) <= 50
+    journal.flush()
+    may.set()
+    files.close()
+    journal.close()
+    assert [one["step"] for one in table(run)] == [*range(1, 2001)] == told
+    assert table(run)[-1]["tokens"] == 8 * 2000

@@ -266,6 +266,46 @@ def test_a_driver_that_takes_over_counts_on_from_the_whole_journal(tmp_path: Pat
     assert values(told[-1]) == values(numbers(given).samples())
 
 
+@pytest.mark.parametrize("harm", ["", "altered", "another journal", "other code"])
+def test_a_driver_that_takes_over_reads_on_from_what_was_kept(
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same values as of the whole journal, which is read where what was kept does not
+    count."""
+    monkeypatch.setattr(live_numbers, "KEPT_EVERY_S", 0.0)
+    place, told = RunFolder.of(open_storage(tmp_path / "r")), list[Sequence[Sample]]()
+    earlier, take = list[Line](), LiveNumbers._take
+
+    def noted(self: LiveNumbers, line: Line, live: bool) -> None:
+        earlier.extend([] if live else [line])
+        take(self, line, live)
+
+    monkeypatch.setattr(LiveNumbers, "_take", noted)
+    given = lines()
+    later = [replace(line, epoch=2) for line in given[9:]]
+    for before, new in (([], given[:9]), (given[5:9], later)):
+        journal = Journal(place.journal, new[0].epoch)
+        live = LiveNumbers(place, [lambda run, samples: told.append(samples)])
+        for line in new:
+            journal.append(line.at_s, line.events, line.decision)
+            live.hear(line)
+        journal.close()
+        kept = place.folder / live_numbers.KEPT
+        if before and harm == "altered":
+            kept.write_bytes(kept.read_bytes().replace(b'"tokens":', b'"tokens":1', 1))
+        elif before and harm == "another journal":
+            text = place.journal.read_text()
+            place.journal.write_text(text.replace("\n", "\n\n", 1))
+        elif before and harm == "other code":
+            monkeypatch.setattr("elastic.ledger.kept_reading.code", lambda: "another")
+        live.start(before, new[0].epoch)
+        live.close()
+        assert kept.is_file()
+    assert values(told[-1]) == values(numbers(given).samples())
+    read = [entry for line in earlier for entry in line.events]
+    assert read == ([] if not harm else [entry for line in given[:9] for entry in line.events])
+
+
 def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

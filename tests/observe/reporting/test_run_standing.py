@@ -23,7 +23,7 @@ from elastic.driver import drive
 from elastic.errors import JournalDamaged, SpecError
 from elastic.ledger import parts as parts_of
 from elastic.ledger import segments
-from elastic.ledger.journal import Line, MemoryJournal
+from elastic.ledger.journal import Line, MemoryJournal, crc_of
 from elastic.ledger.parts import JournalParts
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import run_tables
@@ -220,7 +220,7 @@ def other_code(file: Path) -> None:
     at = text.index(b'"code":"') + 8
     text = text[:at] + b"0" * 16 + text[at + 16 :]
     body = text.partition(b"\n")[2]
-    file.write_bytes(run_standing.crc_of(body).encode() + b"\n" + body)
+    file.write_bytes(crc_of(body).encode() + b"\n" + body)
 
 
 def altered(file: Path) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.observe.small_run import T0, lines
 
+from elastic.config.job import job_of
 from elastic.ledger.journal import Line
+from elastic.ledger.run_folder import RunFolder
 from elastic.observe.metrics.run_numbers import RunNumbers
 from elastic.observe.trackers.tracker_points import TrackerPoint, TrackerPoints
+from elastic.observe.trackers.tracking import Tracking
 from elastic.policy.state.fold import changes
+from elastic.storage import open_storage
 from elastic.types import NodeLoadSeen, StepDone
 
 
@@ -40,6 +47,37 @@ def test_each_step_is_told_once_with_what_is_known_of_the_run() -> None:
     assert goodput and all(0 < value < 1 for value in goodput)
     assert found[-1].numbers["evaluated/validation_loss"] == 4.9
     assert "elastic/mfu" not in found[0].numbers, "nobody knows a peak of these nodes"
+
+
+@pytest.mark.parametrize("at", range(1, len(lines())))
+def test_another_driver_reads_on_from_what_was_kept(at: int) -> None:
+    found: list[TrackerPoint] = []
+    made, numbers = TrackerPoints(found.append), RunNumbers()
+    for n, line in enumerate(lines()):
+        if n == at:
+            standing = json.loads(json.dumps(made.standing()))
+            made = TrackerPoints(found.append)
+            made.resume(standing)
+        for change in changes((line,), numbers.state):
+            numbers.take(change)
+            made.take(change, numbers, True)
+    made.close()
+    assert found == points(lines())
+
+
+def test_trackers_that_are_behind_what_was_kept_need_the_lines_before() -> None:
+    keys = {"name": "tiny", "steps": 12, "global_batch": 8}
+    job = job_of(keys, Path("/jobs/tiny/program.py"))
+    track = Tracking(RunFolder.of(open_storage("/nowhere")), job, {})
+    made, numbers = TrackerPoints(lambda point: None), RunNumbers()
+    for change in changes(lines()):
+        numbers.take(change)
+        made.take(change, numbers, True)
+    standing = made.standing()
+    assert standing["_told"] == 11
+    for known, resumes in (((12, 10), False), ((11, 12), True)):
+        track._links = {str(step): SimpleNamespace(known=step) for step in known}  # type: ignore[misc]
+        assert track.settled(standing) == resumes == track.resume(standing, numbers.state)
 
 
 def test_what_held_a_step_up_is_told_and_what_is_not_known_is_not() -> None:

@@ -23,9 +23,9 @@ class Counted(LocalStorage):
         self.asked[f"get {key.rpartition('/')[2]}"] += 1
         return super().get(key)
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
         self.asked[f"list {prefix}"] += 1
-        return super().list(prefix)
+        return super().list(prefix, after)
 
 
 def test_a_marker_is_read_once_and_files_are_not_listed(tmp_path: Path) -> None:

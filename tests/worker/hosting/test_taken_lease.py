@@ -32,9 +32,9 @@ class Silent(LocalStorage):
 
     answers: threading.Event
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
         assert self.answers.wait(60.0)
-        return super().list(prefix)
+        return super().list(prefix, after)
 
 
 @pytest.mark.parametrize(
