@@ -10,7 +10,6 @@ import yaml
 from support.places import ROOT
 
 from elastic import api
-from elastic.cli.command_line import main
 
 CONFIGS = ROOT / "cluster_configs"
 CHEAP = (CONFIGS / "aws_g6e_g5_cheap.yaml").read_text()
@@ -495,20 +494,3 @@ def test_what_should_be_a_list_and_is_none_breaks_no_rule(tmp_path: Path, value:
         for group in (document.get("spec") or {}).get("workerGroupSpecs", ()):
             group["template"]["spec"]["containers"] = yaml.safe_load(value)
     assert told(tmp_path, yaml.safe_dump_all(documents))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("vmSize", "vmsize", "Azure refuses it; did you mean vmSize?"),
-        ("imageSku", "imageSkus", "Azure refuses it; did you mean imageSku?"),
-        ("        vmSize: Standard_D4s_v5\n", "", "vmSize is missing; name a size, as in"),
-    ],
-)
-def test_parameters_that_azure_refuses(tmp_path: Path, old: str, new: str, said: str) -> None:
-    own = tmp_path / "own.yaml"
-    main(["init", str(tmp_path / "job"), "--on", "azure", "--cluster", str(own), "--yes"])
-    text = own.read_text()
-    assert old in text
-    errors = [line for line in told(tmp_path, text.replace(old, new, 1)) if " error: " in line]
-    assert len(errors) == 1 and said in errors[0], errors
