@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from elastic.config.clusters.cluster_file import ClusterSpec, Problem
-from elastic.config.strict_model import mapping
+from elastic.config.strict_model import listed, mapping
 from elastic.errors import alike, meant
 
 # what a person may give of the parameters of the template, and Ray's own key
@@ -19,6 +19,7 @@ ARM_PARAMETERS = (
 PLACE = ("node_config", "azure_arm_parameters")
 # Ubuntu before 24.04 as offers and SKUs spell it: ubuntu-2204, 2204-gen2, 22_04-lts
 OLD_UBUNTU = re.compile(r"(?<!\d)(16|18|20|22)[._]?04(?!\d)")
+OWN_END = re.compile(r"(?<!\w)END=")  # end_without_head.sh ends with something else than a shutdown
 
 
 def arm_parameters(spec: ClusterSpec) -> Iterator[Problem]:
@@ -54,4 +55,14 @@ def image(spec: ClusterSpec) -> Iterator[Problem]:
                 break
 
 
-RULES = (arm_parameters, image)
+def end(spec: ClusterSpec) -> Iterator[Problem]:
+    """A shutdown from inside leaves a machine that is stopped, and paid as one that runs."""
+    key = "worker_start_ray_commands"
+    commands = " ".join(map(str, listed(spec.data.get(key))))
+    if "end_without_head" in commands and not OWN_END.search(commands):
+        what = "a worker whose head is gone shuts itself down: Azure bills it as one that runs"
+        right = 'END="bash $HOME/venv/bin/delete_azure_vm.sh" in front of end_without_head.sh'
+        yield Problem((key,), what, right, True)
+
+
+RULES = (arm_parameters, image, end)

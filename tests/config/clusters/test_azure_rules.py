@@ -61,3 +61,17 @@ def test_an_image_whose_python_is_too_old(own: Path, offer: str, sku: str) -> No
     assert " error: available_node_types.head.node_config.azure_arm_parameters.image" in found[0]
     assert "Canonical's ubuntu-24_04-lts" in found[0]
     assert told(own, "imageVersion: latest", "imageId: /subscriptions/x/images/mine", 3) == []
+
+
+def test_a_worker_that_only_shuts_itself_down(own: Path) -> None:
+    """What `elastic init` writes does not: Azure bills a machine that is stopped from inside."""
+    command = next(
+        line
+        for line in yaml.safe_load(own.read_text())["worker_start_ray_commands"]
+        if "end_without_head" in line
+    )
+    end = 'END="bash $HOME/venv/bin/delete_azure_vm.sh" '
+    assert command.startswith(end + "LIMIT_S=1200 ") and "shutdown" not in command
+    (warning,) = told(own, end, "")
+    assert " warning: worker_start_ray_commands: a worker whose head is gone shuts" in warning
+    assert "delete_azure_vm.sh" in warning
