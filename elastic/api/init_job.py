@@ -150,11 +150,11 @@ def _cluster(asked: NewJob, name: str) -> str:
         text += _read("clusters", "ray_commands.yaml")
     extras = [EXTRAS[asked.place]] if asked.place in EXTRAS else []
     extras += ["huggingface"] if asked.kind in ("causal-lm", "lora") else []
-    clients = {"gcp": "google-api-python-client", "azure": "azure-cli-core azure-identity"}
-    client = f"[~/venv/bin/pip install -q {clients[asked.place]}]" if asked.place in clients else ""
+    client = CLIENTS.get(asked.place, "")
+    head_setup = f"[~/venv/bin/pip install -q {client}]" if client else "[]"
     return _Text(text).substitute(
         name=name, folder=asked.folder, file=asked.cluster_file, version=__version__,
-        extra=f"[{','.join(extras)}]" if extras else "", head_setup=client or "[]",
+        extra=f"[{','.join(extras)}]" if extras else "", head_setup=head_setup,
         ends="Ray on its host" if own else "its machine",
         end=f'END="{ENDS[asked.place]}" ' if asked.place in ENDS else "",
         labels="\n    --labels=elastic-pool=hosts,ray.io/market-type=owned" if own else "",
@@ -192,7 +192,13 @@ def _started(asked: NewJob) -> tuple[tuple[str, str], ...]:
             ),
         )
     up = "RAY_UP_enable_autoscaler_v2=0 ray up" if asked.place == "own-hosts" else "ray up"
+    client = CLIENTS.get(asked.place, "")
     return (
+        *(
+            [(f"pip install {client}", "once: what Ray's provider imports, here too")]
+            if client
+            else []
+        ),
         ("ray get-auth-token --generate", "once: ~/.ray/auth_token, which the file takes along"),
         ("export RAY_AUTH_MODE=token", "without it Ray's commands do not show the token"),
         (f"{up} {file}", start),
