@@ -118,6 +118,14 @@ def test_the_clients_of_a_cloud_are_installed_here_and_on_the_head(place: str) -
     assert head == f"~/venv/bin/pip install -q {CLIENTS[place]}"
 
 
+def test_on_azure_only_the_head_has_a_public_address() -> None:
+    """Those of workers would stay, and be paid, where Azure takes a spot machine."""
+    init(NewJob("my_job", place="azure"))
+    provider = yaml.safe_load(Path("cluster.yaml").read_text())["provider"]
+    assert provider["use_internal_ips"] is provider["use_external_head_ip"] is True
+    assert provider["resource_group"] == "my-job"  # its own, which `reap` has deleted as a whole
+
+
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     written("module", "laptop", capsys)
     Path("my_job/job.yaml").write_text("mine: 1\n")
