@@ -44,3 +44,4 @@ mkdir -p "$folder"
 if [ "${2:-}" = --watch ]; then watch_head; exit; fi
 echo "$head" >"$folder/head"
 setsid nohup bash "$0" "$head" --watch </dev/null >/dev/null 2>&1 &
+if [ -z "${END:-}" ]; then sudo -n shutdown -c >/dev/null 2>&1 || true; fi

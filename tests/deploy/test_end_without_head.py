@@ -201,3 +201,21 @@ def test_an_end_that_fails_is_tried_again(host: Host, head: Head) -> None:
     until(host.ended.exists, "its end, at the third try")
     until(lambda: host.watcher() == 0, "the end of the watcher")
     assert tried.read_text() == "\n" * 3
+
+
+@pytest.mark.e2e
+def test_a_scheduled_shutdown_is_called_off_where_a_shutdown_is_its_end(
+    host: Host, head: Head
+) -> None:
+    """The machine's first boot schedules one, for a head that dies before it comes here."""
+    sudo = host.folder / "bin" / "sudo"
+    sudo.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{host.folder}/asked\n')
+    sudo.chmod(0o755)
+    host.start(head.port, limit_s=600)
+    assert not (host.folder / "asked").exists(), "of a host that does not end itself"
+    os.killpg(host.watcher(), signal.SIGKILL)
+    until(lambda: host.watcher() == 0, "the end of the watcher")
+    head.close()
+    host.start(head.port, limit_s=1, end="")
+    until(lambda: "shutdown -h now" in (host.folder / "asked").read_text(), "its shutdown")
+    assert (host.folder / "asked").read_text().splitlines()[0] == "-n shutdown -c"

@@ -34,6 +34,7 @@ _LABEL_VALUE = re.compile(rf"({_WORD})?")
 _OBJECT_STORE = re.compile(r"--object-store-memory[= ](\d+)")
 PLACEHOLDER = "REPLACE"  # in the files of this repository: what only the user knows
 END_SCRIPT = "end_without_head"  # deploy/end_without_head.sh
+SCHEDULED = re.compile(r"\bshutdown\s+(-\S+\s+)*\+?\d")
 
 
 def problems_of(spec: ClusterSpec) -> list[Problem]:
@@ -257,14 +258,28 @@ def _orphans(spec: ClusterSpec) -> Iterator[Problem]:
     if spec.provider not in CLOUDS:
         return
     key = "worker_start_ray_commands"
-    if END_SCRIPT not in " ".join(_command_list(spec.data, key)):
+    commands = " ".join(_command_list(spec.data, key))
+    if END_SCRIPT not in commands:
         what = "workers outlive a head that is gone, and are paid"
         right = f"start {END_SCRIPT}.sh in {key}: it is installed beside `elastic`"
         yield Problem((key,), what, right, True)
+    by_script = END_SCRIPT in commands and not azure_rules.OWN_END.search(commands)
+    if not by_script and "shutdown -c" not in commands:
+        yield from _never_called_off(spec, key)
     provider = mapping(spec.data.get("provider"))
     if provider.get("cache_stopped_nodes", True) and spec.provider != "azure":
         what = "released nodes are only stopped: their disks are paid"
         yield Problem(("provider",), what, "cache_stopped_nodes: false", True)
+
+
+def _never_called_off(spec: ClusterSpec, key: str) -> Iterator[Problem]:
+    """A first boot's shutdown is for machines that nobody makes nodes of the cluster."""
+    for worker in spec.workers:
+        for place, text in _saying("shutdown", worker.node_config, ("node_config",)):
+            if SCHEDULED.search(text):
+                what = "its boot schedules a shutdown that nothing calls off: it ends amid a run"
+                right = f"start {END_SCRIPT}.sh in {key}, which does, or `sudo shutdown -c`"
+                yield worker.problem(*place, what=what, right=right)
 
 
 def _command_list(data: Mapping[str, Any], key: str) -> list[str]:

@@ -250,6 +250,12 @@ ERRORS = [
         "but Ray starts all nodes in us-central1-b",
     ),
     (
+        CHEAP,
+        ("end_without_head", "nothing"),
+        "node_config.UserData: its boot schedules a shutdown that nothing calls off: it ends amid",
+    ),
+    (CHEAP, ("LIMIT_S=1200 bash", 'END="own end" bash'), "which does, or `sudo shutdown -c`"),
+    (
         HOSTS,
         ("    --labels=elastic-pool=hosts,ray.io/market-type=owned\n", ""),
         "the nodes get no label elastic-pool; ray start ... ",
@@ -369,6 +375,11 @@ def test_a_warning_is_one_line(
     many = change[0] == "InterfaceType: efa-only"
     found = told(tmp_path, text.replace(*change) if many else text.replace(*change, 1))
     assert any(line in entry and " warning: " in entry for entry in found), found
+
+
+def test_a_shutdown_at_boot_that_is_called_off_in_another_way(tmp_path: Path) -> None:
+    text = CHEAP.replace("LIMIT_S=1200 bash", "sudo shutdown -c; END='own end' bash")
+    assert not [line for line in told(tmp_path, text) if "shutdown" in line]
 
 
 def test_a_floor_without_any_pool_to_keep(tmp_path: Path) -> None:
