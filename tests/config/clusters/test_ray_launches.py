@@ -165,5 +165,9 @@ def test_google_cloud_is_asked_for_what_is_written(monkeypatch: pytest.MonkeyPat
         body = compute.asked[-1]["body"]
         assert body["metadata"] == worker.node_config["metadata"]
         assert "ssh-keys" not in str(body["metadata"])
+        (disk,) = body["disks"]
+        assert disk["initializeParams"]["diskType"] == (
+            f"zones/{compute.asked[-1]['zone']}/diskTypes/pd-balanced"
+        )
     monkeypatch.delitem(sys.modules, "ray.autoscaler._private.gcp.node")
     assert len(compute.asked) == len(spec.workers) == 3

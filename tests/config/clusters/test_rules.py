@@ -250,6 +250,11 @@ ERRORS = [
         "but Ray starts all nodes in us-central1-b",
     ),
     (
+        GOOGLE,
+        ("zones/us-central1-a/diskTypes", "zones/us-central1-f/diskTypes"),
+        "diskType: it is of us-central1-f, but Ray starts all nodes in us-central1-a; zones/us-c",
+    ),
+    (
         CHEAP,
         ("end_without_head", "nothing"),
         "node_config.UserData: its boot schedules a shutdown that nothing calls off: it ends amid",
@@ -341,6 +346,11 @@ WARNINGS = [
         FAST,
         ("InterfaceType: efa-only", "InterfaceType: interface"),
         "a p5.48xlarge has EFA, which is not used; InterfaceType: efa-only",
+    ),
+    (
+        GOOGLE,
+        ("diskType: zones/us-central1-a/diskTypes/pd-balanced, ", ""),
+        "cannot have; diskType: zones/us-central1-a/diskTypes/pd-balanced",
     ),
     (
         GOOGLE,
