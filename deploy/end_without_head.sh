@@ -5,7 +5,10 @@
 #     bash ~/elastic/deploy/end_without_head.sh "$RAY_HEAD_IP" &> /dev/null
 #
 # It returns at once and watches in a session of its own, one watcher per machine: a second call only names the new head. A
-# shutdown gives the machine back where its type says so (AWS: InstanceInitiatedShutdownBehavior: terminate).
+# shutdown gives the machine back where its type says so (AWS: InstanceInitiatedShutdownBehavior: terminate); END is another
+# command that does (Azure: delete_azure_vm.sh), its words split at spaces. One that fails is tried again.
+#
+# A shutdown that the machine's first boot has scheduled, for a head that dies before it comes here, is called off.
 set -eu
 head=${1:?usage: end_without_head.sh HEAD_IP}
 port=${PORT:-6379}             # Ray's GCS on the head
@@ -28,8 +31,7 @@ watch_head() {
         if answers && runs; then seen_s=$now_s missed=0; else missed=$((missed + 1)); fi
         if [ $((now_s - seen_s)) -ge "$limit_s" ] && [ "$missed" -ge 3 ]; then  # a machine that slept has not looked
             logger -t elastic "the head $(cat "$folder/head") has been gone for $((now_s - seen_s)) s: this machine ends" 2>/dev/null || true
-            $end 9>&-
-            exit 0
+            if $end 9>&-; then exit 0; fi
         fi
     done
 }
@@ -42,3 +44,4 @@ mkdir -p "$folder"
 if [ "${2:-}" = --watch ]; then watch_head; exit; fi
 echo "$head" >"$folder/head"
 setsid nohup bash "$0" "$head" --watch </dev/null >/dev/null 2>&1 &
+if [ -z "${END:-}" ]; then sudo -n shutdown -c >/dev/null 2>&1 || true; fi

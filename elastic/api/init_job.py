@@ -37,6 +37,20 @@ STORAGES: Mapping[str, str] = {
     "laptop": "./elastic_runs",
 }  # fmt: skip
 EXTRAS: Mapping[str, str] = {"gcp": "gcs", "azure": "azure"}
+# what Ray's provider imports, on the head and where `ray up` is typed; of Azure as Ray's own
+# azure/defaults.yaml pins it
+CLIENTS: Mapping[str, str] = {
+    "gcp": "google-api-python-client",
+    "azure": "azure-common==1.1.28 azure-core==1.35.0 azure-identity==1.23.1 "
+    "azure-mgmt-compute==35.0.0 azure-mgmt-network==29.0.0 azure-mgmt-resource==24.0.0 "
+    "msrest==0.7.1 msrestazure==0.6.4.post1",
+}
+# what a worker ends itself with, where that is not a shutdown: on Azure that stops a machine, and
+# a stopped one costs as much
+ENDS: Mapping[str, str] = {
+    "own-hosts": "$HOME/venv/bin/ray stop --force",
+    "azure": "bash $HOME/venv/bin/delete_azure_vm.sh",
+}
 BY_LAUNCHER = ("aws", "gcp", "azure", "own-hosts")  # their files end with Ray's commands
 
 
@@ -136,13 +150,13 @@ def _cluster(asked: NewJob, name: str) -> str:
         text += _read("clusters", "ray_commands.yaml")
     extras = [EXTRAS[asked.place]] if asked.place in EXTRAS else []
     extras += ["huggingface"] if asked.kind in ("causal-lm", "lora") else []
-    clients = {"gcp": "google-api-python-client", "azure": "azure-cli-core azure-identity"}
-    client = f"[~/venv/bin/pip install -q {clients[asked.place]}]" if asked.place in clients else ""
+    client = CLIENTS.get(asked.place, "")
+    head_setup = f"[~/venv/bin/pip install -q {client}]" if client else "[]"
     return _Text(text).substitute(
         name=name, folder=asked.folder, file=asked.cluster_file, version=__version__,
-        extra=f"[{','.join(extras)}]" if extras else "", head_setup=client or "[]",
+        extra=f"[{','.join(extras)}]" if extras else "", head_setup=head_setup,
         ends="Ray on its host" if own else "its machine",
-        end='END="$HOME/venv/bin/ray stop --force" ' if own else "",
+        end=f'END="{ENDS[asked.place]}" ' if asked.place in ENDS else "",
         labels="\n    --labels=elastic-pool=hosts,ray.io/market-type=owned" if own else "",
     )  # fmt: skip
 
@@ -178,7 +192,13 @@ def _started(asked: NewJob) -> tuple[tuple[str, str], ...]:
             ),
         )
     up = "RAY_UP_enable_autoscaler_v2=0 ray up" if asked.place == "own-hosts" else "ray up"
+    client = CLIENTS.get(asked.place, "")
     return (
+        *(
+            [(f"pip install {client}", "once: what Ray's provider imports, here too")]
+            if client
+            else []
+        ),
         ("ray get-auth-token --generate", "once: ~/.ray/auth_token, which the file takes along"),
         ("export RAY_AUTH_MODE=token", "without it Ray's commands do not show the token"),
         (f"{up} {file}", start),

@@ -97,10 +97,15 @@ def _by_hand(spec: ClusterSpec) -> str:
             f"compute instances delete NAMES --zone=ZONE --project={project}` ends them"
         )
     if spec.provider == "azure":
-        group = quote(str(keys.get("resource_group") or "GROUP"))
+        said = str(keys.get("resource_group") or "GROUP")
+        group = quote(said)
+        # without a filter: network interfaces, addresses and disks have no tag of the cluster's
+        found = f"`az resource list --resource-group {group} --output table` lists what is in it"
+        if said == spec.name:  # the cluster's own, as `elastic init` writes it
+            return f"{found}, disks and addresses too; `az group delete --name {group}` ends it all"
         return (
-            f"`az resource list --resource-group {group} --tag {label} --output table` lists what "
-            "this cluster has, disks and addresses too, and `az resource delete --ids IDS` ends it"
+            f"{found}; the cluster's machines, disks, interfaces and addresses are called "
+            f"ray-{name}-..., and `az resource delete --ids IDS` ends them"
         )
     if spec.provider == "kubernetes":
         metadata = spec.data.get("metadata")

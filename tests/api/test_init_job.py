@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from support.cases import meeting
 from support.places import ROOT
 
-from elastic.api.init_job import KINDS, PLACES, NewJob, asked_for, init
+from elastic.api.init_job import CLIENTS, KINDS, PLACES, NewJob, asked_for, init
 from elastic.cli.command_line import main
 from elastic.errors import SpecError
 
@@ -70,6 +73,57 @@ def test_all_that_is_typed_from_the_files_to_a_run() -> None:
             if not command.startswith("kubectl apply"):  # of several files, there
                 typed = command.replace(f"{place}/cluster.yaml", file).replace("my-job", "elastic")
                 assert typed in page
+
+
+DISTRIBUTIONS = ("azure-common", "azure-core", "azure-identity", "azure-mgmt-compute",
+                 "azure-mgmt-network", "azure-mgmt-resource")  # fmt: skip
+
+
+def azure_imports() -> set[str]:
+    """What Ray's provider imports when it is loaded."""
+    (folder,) = importlib.util.find_spec("ray.autoscaler").submodule_search_locations  # type: ignore[union-attr,misc]
+    found = set()
+    for file in (Path(folder) / "_private" / "_azure").glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module)
+    return {name for name in found if name.startswith("azure.")}
+
+
+def test_the_head_has_the_libraries_of_rays_provider_for_azure() -> None:
+    """At the versions that Ray names itself."""
+    words = CLIENTS["azure"].split()
+    asked = {word.partition("==")[0] for word in words}
+    assert len(azure_imports()) >= 6
+    for module in azure_imports():
+        name = module.replace(".", "-")
+        of = [known for known in DISTRIBUTIONS if f"{name}-".startswith(f"{known}-")]
+        assert of and set(of) <= asked, module
+    (folder,) = importlib.util.find_spec("ray.autoscaler").submodule_search_locations  # type: ignore[union-attr,misc]
+    defaults = yaml.safe_load((Path(folder) / "azure" / "defaults.yaml").read_text())
+    assert set(words) <= set(" ".join(defaults["head_setup_commands"]).split())
+
+
+@pytest.mark.parametrize("place", sorted(CLIENTS))
+def test_the_clients_of_a_cloud_are_installed_here_and_on_the_head(place: str) -> None:
+    """`ray up` loads the provider too."""
+    done = init(NewJob("my_job", place=place))
+    typed = [command for command, _ in done.then]
+    install = f"pip install {CLIENTS[place]}"
+    assert typed.index(install) < typed.index("ray up cluster.yaml")
+    assert install in (ROOT / "docs" / "clusters.md").read_text()
+    (head,) = yaml.safe_load(Path("cluster.yaml").read_text())["head_setup_commands"]
+    assert head == f"~/venv/bin/pip install -q {CLIENTS[place]}"
+
+
+def test_on_azure_only_the_head_has_a_public_address() -> None:
+    """Those of workers would stay, and be paid, where Azure takes a spot machine."""
+    init(NewJob("my_job", place="azure"))
+    provider = yaml.safe_load(Path("cluster.yaml").read_text())["provider"]
+    assert provider["use_internal_ips"] is provider["use_external_head_ip"] is True
+    assert provider["resource_group"] == "my-job"  # its own, which `reap` has deleted as a whole
 
 
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:

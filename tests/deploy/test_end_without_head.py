@@ -49,11 +49,13 @@ class Host:
         file = self.folder / f"{name}.told"
         return file.read_text().split() if file.exists() else []
 
-    def start(self, port: int, limit_s: int = 2, raylet: str = "") -> None:
+    def start(
+        self, port: int, limit_s: int = 2, raylet: str = "", *, end: str | None = None
+    ) -> None:
         environment = {
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "FOLDER": str(self.folder),
             "PORT": str(port), "LIMIT_S": str(limit_s), "EVERY_S": "0.1", "RAYLET": raylet,
-            "END": f"touch {self.ended}", "HOME": str(self.folder),
+            "END": f"touch {self.ended}" if end is None else end, "HOME": str(self.folder),
         }  # fmt: skip
         # Were it to watch itself, and hold up what comes after it, it would not be back in time.
         subprocess.run(
@@ -187,3 +189,33 @@ def test_a_second_start_names_the_new_head_to_the_same_watcher(host: Host, head:
     with pytest.raises(ChildProcessError):
         os.waitpid(first, os.WNOHANG)
     assert os.getsid(first) == first
+
+
+@pytest.mark.e2e
+def test_an_end_that_fails_is_tried_again(host: Host, head: Head) -> None:
+    """As where a cloud refuses the deletion of the machine for a while."""
+    tried, flaky = host.folder / "tried", host.folder / "flaky.sh"
+    flaky.write_text(f"echo >>{tried}; [ $(wc -l <{tried}) = 3 ] && touch {host.ended}\n")
+    head.close()
+    host.start(head.port, limit_s=1, end=f"bash {flaky}")
+    until(host.ended.exists, "its end, at the third try")
+    until(lambda: host.watcher() == 0, "the end of the watcher")
+    assert tried.read_text() == "\n" * 3
+
+
+@pytest.mark.e2e
+def test_a_scheduled_shutdown_is_called_off_where_a_shutdown_is_its_end(
+    host: Host, head: Head
+) -> None:
+    """The machine's first boot schedules one, for a head that dies before it comes here."""
+    sudo = host.folder / "bin" / "sudo"
+    sudo.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{host.folder}/asked\n')
+    sudo.chmod(0o755)
+    host.start(head.port, limit_s=600)
+    assert not (host.folder / "asked").exists(), "of a host that does not end itself"
+    os.killpg(host.watcher(), signal.SIGKILL)
+    until(lambda: host.watcher() == 0, "the end of the watcher")
+    head.close()
+    host.start(head.port, limit_s=1, end="")
+    until(lambda: "shutdown -h now" in (host.folder / "asked").read_text(), "its shutdown")
+    assert (host.folder / "asked").read_text().splitlines()[0] == "-n shutdown -c"

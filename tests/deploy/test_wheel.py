@@ -106,6 +106,7 @@ def test_what_the_wheel_brings(wheel: Path) -> None:
     assert {Path(name).suffix for name in page} == {".html", ".js", ".css", ".svg", ".txt"}
     assert not any("/dashboard/page/" in name for name in names)
     assert {name.rpartition("/")[2] for name in names if ".data/scripts/" in name} == {
+        "delete_azure_vm.sh",
         "end_without_head.sh",
         "pre_stop.sh",
     }

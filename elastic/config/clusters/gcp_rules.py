@@ -3,11 +3,14 @@ instances.insert."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from elastic.config.clusters.cluster_file import ClusterSpec, Problem
-from elastic.config.strict_model import mapping
+from elastic.config.strict_model import listed, mapping
+
+ZONE_OF_DISK = re.compile(r"zones/([^/]+)/diskTypes/")
 
 
 def project(spec: ClusterSpec) -> Iterator[Problem]:
@@ -51,4 +54,33 @@ def maintenance(spec: ClusterSpec) -> Iterator[Problem]:
             yield worker.problem("node_config", "scheduling", what=what, right=right)
 
 
-RULES = (project, account, maintenance)
+def disks(spec: ClusterSpec) -> Iterator[Problem]:
+    """Where nothing is said a disk is pd-standard, and that these machines do not take."""
+    for node_type in spec.node_types:
+        zone = spec.zones[0] if len(spec.zones) == 1 else "ZONE"
+        fitting = _fitting_disk(node_type.instance_type)
+        for n, disk in enumerate(listed(node_type.node_config.get("disks"))):
+            place = ("node_config", "disks", n, "initializeParams")
+            said = str(mapping(mapping(disk).get("initializeParams")).get("diskType", ""))
+            named = ZONE_OF_DISK.search(said)
+            if named and len(spec.zones) == 1 and named[1] not in (zone, node_type.zone):
+                what = f"it is of {named[1]}, but Ray starts all nodes in {zone}"
+                right = f"zones/{zone}/diskTypes/{said.rpartition('/')[2]}"
+                yield node_type.problem(*place, "diskType", what=what, right=right)
+            if not said and fitting:
+                what = (
+                    "it has no diskType, and Compute Engine takes pd-standard, which a "
+                    f"{node_type.instance_type} cannot have"
+                )
+                right = f"diskType: zones/{zone}/diskTypes/{fitting}"
+                yield node_type.problem(*place, what=what, right=right, warning=True)
+
+
+def _fitting_disk(machine_type: str) -> str:
+    """Of a machine type that cannot have Compute Engine's default; '' = it can, or is not known."""
+    if machine_type.startswith(("a4-", "a4x-", "a3-ultragpu-")):
+        return "hyperdisk-balanced"
+    return "pd-balanced" if machine_type.startswith(("a3-", "g2-")) else ""
+
+
+RULES = (project, account, maintenance, disks)

@@ -31,6 +31,14 @@ SPOT_SELECTORS = {
     "karpenter.sh/capacity-type": "spot",
     "kubernetes.azure.com/scalesetpriority": "spot",
 }
+# and by which they tell node pools, whose market is not known here
+POOL_SELECTORS = (
+    "cloud.google.com/gke-nodepool",
+    "eks.amazonaws.com/nodegroup",
+    "karpenter.sh/nodepool",
+    "kubernetes.azure.com/agentpool",
+    "kubernetes.azure.com/mode",
+)
 INSTANCE_SELECTOR, ZONE_SELECTOR = "node.kubernetes.io/instance-type", "topology.kubernetes.io/zone"
 
 
@@ -54,8 +62,7 @@ def spec_of(file: str, manifests: list[Mapping[str, Any]]) -> tuple[ClusterSpec,
         _group(mapping(entry), (*place, "workerGroupSpecs", n))
         for n, entry in enumerate(listed(cluster.get("workerGroupSpecs")))
     ]
-    config = mapping(cluster.get("headGroupSpec"))
-    head = ClusterNodeType("head", (*place, "headGroupSpec"), node_config=config, head=True)
+    head = _head(mapping(cluster.get("headGroupSpec")), (*place, "headGroupSpec"))
     prices = {
         w.name: OwnPool(usd_per_node_h=p)
         for w in workers
@@ -90,12 +97,41 @@ def _without_a_most(workers: Sequence[ClusterNodeType]) -> list[Problem]:
     ]
 
 
+def _head(config: Mapping[str, Any], place: Place) -> ClusterNodeType:
+    bought_as = _market_of(_pod(config))
+    return ClusterNodeType(
+        "head", place, market_type=bought_as or "owned", bought_as=bought_as, node_config=config,
+        head=True,
+    )  # fmt: skip
+
+
+def _pod(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    return mapping(mapping(entry.get("template")).get("spec"))
+
+
+def _selector(pod: Mapping[str, Any]) -> dict[str, str]:
+    return {str(key): str(value) for key, value in mapping(pod.get("nodeSelector")).items()}
+
+
+def _market_of(pod: Mapping[str, Any]) -> MarketType | None:
+    """Of the nodes that its selector lets it have; None = any."""
+    selector = _selector(pod)
+    if any(selector.get(key) == value for key, value in SPOT_SELECTORS.items()):
+        return "spot"
+    return "on-demand" if selector.keys() & SPOT_SELECTORS.keys() else None
+
+
+def chooses_nodes(pod: Mapping[str, Any]) -> bool:
+    """Whether it names a node pool, or has an affinity: what market that is only its cluster
+    knows."""
+    affinity = mapping(mapping(pod.get("affinity")).get("nodeAffinity"))
+    return bool(affinity) or bool(_selector(pod).keys() & set(POOL_SELECTORS))
+
+
 def _group(entry: Mapping[str, Any], place: Place) -> ClusterNodeType:
     labels = {str(key): str(value) for key, value in mapping(entry.get("labels")).items()}
-    pod = mapping(mapping(entry.get("template")).get("spec"))
-    selector = {str(key): str(value) for key, value in mapping(pod.get("nodeSelector")).items()}
-    spot = any(selector.get(key) == value for key, value in SPOT_SELECTORS.items())
-    bought_as: MarketType = "spot" if spot else "on-demand"
+    pod = _pod(entry)
+    selector, bought_as = _selector(pod), _market_of(pod) or "on-demand"
     market = labels.get(MARKET_LABEL)
     return ClusterNodeType(
         str(entry.get("groupName", f"group {place[-1]}")),

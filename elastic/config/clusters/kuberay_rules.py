@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic.config.clusters.cluster_file import ClusterNodeType, ClusterSpec, Problem
+from elastic.config.clusters.kuberay import chooses_nodes
 from elastic.config.clusters.kuberay_schema import problems_of_schema
 from elastic.config.strict_model import listed, mapping
 
@@ -43,6 +44,26 @@ def autoscaler(spec: ClusterSpec) -> Iterator[Problem]:
             "wrong pool"
         )
         yield Problem((*place, "autoscalerOptions"), what, "autoscalerOptions: {version: v2}")
+
+
+def head(spec: ClusterSpec) -> Iterator[Problem]:
+    """A spot head is an error wherever it is; here nothing may keep it from such a node."""
+    found = spec.head
+    if found is None or found.bought_as is not None:
+        return
+    pod = mapping(mapping(found.node_config.get("template")).get("spec"))
+    if any(worker.market_type == "spot" for worker in spec.workers) and not chooses_nodes(pod):
+        what = (
+            "nothing keeps the head's pod off the spot nodes that are there: a reclaim of its own "
+            "would end the whole cluster"
+        )
+        right = (
+            "nodeSelector: {karpenter.sh/capacity-type: on-demand}, or as your cloud calls it: see "
+            "deploy/kubernetes/raycluster.yaml"
+        )
+        yield found.problem(
+            "template", "spec", "nodeSelector", what=what, right=right, warning=True
+        )
 
 
 def pods(spec: ClusterSpec) -> Iterator[Problem]:
@@ -112,4 +133,4 @@ def replicas(spec: ClusterSpec) -> Iterator[Problem]:
             yield worker.problem("maxReplicas", what=what, right=right, warning=True)
 
 
-RULES = (schema, authentication, autoscaler, replicas, pods)
+RULES = (schema, authentication, autoscaler, head, replicas, pods)

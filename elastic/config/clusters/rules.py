@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from elastic import catalog
-from elastic.config.clusters import aws_rules, gcp_rules, kuberay_rules
+from elastic.config.clusters import aws_rules, azure_rules, gcp_rules, kuberay_rules
 from elastic.config.clusters.cluster_file import (
     CLOUDS,
     MARKETS,
@@ -23,7 +23,6 @@ from elastic.config.clusters.cluster_file import (
 )
 from elastic.config.clusters.elastic_section import PLACE
 from elastic.config.strict_model import listed, mapping
-from elastic.errors import alike, meant
 from elastic.text import n_of
 from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, REGION_LABEL, ZONE_LABEL
 
@@ -34,13 +33,8 @@ _LABEL_KEY = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_WORD}")
 _LABEL_VALUE = re.compile(rf"({_WORD})?")
 _OBJECT_STORE = re.compile(r"--object-store-memory[= ](\d+)")
 PLACEHOLDER = "REPLACE"  # in the files of this repository: what only the user knows
-# what a person may give of the parameters of Ray's azure-vm-template.json, and Ray's own key
-ARM_PARAMETERS = (
-    "vmSize", "imagePublisher", "imageOffer", "imageSku", "imageVersion", "imageId", "osDiskSize",
-    "priority", "evictionPolicy", "billingProfile", "enableAcceleratedNetworking",
-    "provisionPublicIp", "adminUsername", "publicKey", "zones", "availability_zone",
-)  # fmt: skip
 END_SCRIPT = "end_without_head"  # deploy/end_without_head.sh
+SCHEDULED = re.compile(r"\bshutdown\s+(-\S+\s+)*\+?\d")
 
 
 def problems_of(spec: ClusterSpec) -> list[Problem]:
@@ -50,7 +44,7 @@ def problems_of(spec: ClusterSpec) -> list[Problem]:
         rules += [*kuberay_rules.RULES]
     else:
         rules += [_commands, _object_store, _orphans]
-    rules += {"aws": aws_rules.RULES, "gcp": gcp_rules.RULES, "azure": (_arm_parameters,)}.get(
+    rules += {"aws": aws_rules.RULES, "gcp": gcp_rules.RULES, "azure": azure_rules.RULES}.get(
         spec.provider, ()
     )
     return [problem for rule in rules for problem in rule(spec)]
@@ -264,32 +258,28 @@ def _orphans(spec: ClusterSpec) -> Iterator[Problem]:
     if spec.provider not in CLOUDS:
         return
     key = "worker_start_ray_commands"
-    if END_SCRIPT not in " ".join(_command_list(spec.data, key)):
+    commands = " ".join(_command_list(spec.data, key))
+    if END_SCRIPT not in commands:
         what = "workers outlive a head that is gone, and are paid"
         right = f"start {END_SCRIPT}.sh in {key}: it is installed beside `elastic`"
         yield Problem((key,), what, right, True)
+    by_script = END_SCRIPT in commands and not azure_rules.OWN_END.search(commands)
+    if not by_script and "shutdown -c" not in commands:
+        yield from _never_called_off(spec, key)
     provider = mapping(spec.data.get("provider"))
     if provider.get("cache_stopped_nodes", True) and spec.provider != "azure":
         what = "released nodes are only stopped: their disks are paid"
         yield Problem(("provider",), what, "cache_stopped_nodes: false", True)
 
 
-def _arm_parameters(spec: ClusterSpec) -> Iterator[Problem]:
-    """Ray hands them to its template as they are, and Azure refuses one that the template has
-    not."""
-    for node_type in spec.node_types:
-        place = ("node_config", "azure_arm_parameters")
-        names = [*map(str, mapping(node_type.node_config.get("azure_arm_parameters")))]
-        for name in names:
-            if name not in ARM_PARAMETERS:
-                near = [known for known in ARM_PARAMETERS if known.lower() == name.lower()]
-                near = near or alike(name, ARM_PARAMETERS)
-                right = meant(near) if near else f"it has {', '.join(ARM_PARAMETERS)}"
-                what = "Ray's template has no such parameter, and Azure refuses it"
-                yield node_type.problem(*place, name, what=what, right=right)
-        if "vmsize" not in [name.lower() for name in names]:
-            right = "name a size, as in Standard_NC24ads_A100_v4"
-            yield node_type.problem(*place, what="vmSize is missing", right=right)
+def _never_called_off(spec: ClusterSpec, key: str) -> Iterator[Problem]:
+    """A first boot's shutdown is for machines that nobody makes nodes of the cluster."""
+    for worker in spec.workers:
+        for place, text in _saying("shutdown", worker.node_config, ("node_config",)):
+            if SCHEDULED.search(text):
+                what = "its boot schedules a shutdown that nothing calls off: it ends amid a run"
+                right = f"start {END_SCRIPT}.sh in {key}, which does, or `sudo shutdown -c`"
+                yield worker.problem(*place, what=what, right=right)
 
 
 def _command_list(data: Mapping[str, Any], key: str) -> list[str]:

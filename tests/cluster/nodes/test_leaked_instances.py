@@ -264,9 +264,13 @@ def test_of_other_clouds_it_says_in_one_line_what_to_do(tmp_path: Path) -> None:
     path.write_text(
         YAML.replace("type: aws", "type: azure, location: westus2, resource_group: 'my group'")
     )
-    with pytest.raises(
-        SpecError, match="--resource-group 'my group' --tag ray-cluster-name=NAME --output"
-    ):
+    with pytest.raises(SpecError) as refused:
+        api.reap(path)
+    listed = "`az resource list --resource-group 'my group' --output table` lists what is in it"
+    assert listed in str(refused.value) and "--tag" not in str(refused.value)
+    assert "are called ray-NAME-..., and `az resource delete --ids IDS`" in str(refused.value)
+    path.write_text(YAML.replace("type: aws", "type: azure, resource_group: NAME"))
+    with pytest.raises(SpecError, match="; `az group delete --name NAME` ends it all"):
         api.reap(path)
     path.write_text(YAML.replace("type: aws", "type: other"))
     with pytest.raises(SpecError, match="of a provider 'other' nothing is known"):

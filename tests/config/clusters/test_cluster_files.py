@@ -75,6 +75,23 @@ def test_files_for_clouds_leave_nothing_open_and_nothing_behind(file: Path) -> N
     assert health["health_check_period_ms"] == health["health_check_timeout_ms"] == 1000
 
 
+@pytest.mark.parametrize("file", CLOUD, ids=lambda file: file.name)
+def test_a_machine_that_never_joins_shuts_itself_down(file: Path) -> None:
+    """Its head has died while it was installed: the watch has not begun. end_without_head.sh calls
+    the shutdown off: tests/deploy/test_end_without_head.py."""
+    spec = load_cluster(file)
+    script = "#!/bin/sh\nshutdown -h +60\n"
+    for worker in spec.workers:
+        if spec.provider == "aws":
+            assert worker.node_config["UserData"] == script
+            assert worker.node_config["InstanceInitiatedShutdownBehavior"] == "terminate"
+        else:
+            assert worker.node_config["metadata"]["items"] == [
+                {"key": "startup-script", "value": script}
+            ]
+    assert spec.head is not None and "shutdown" not in json.dumps(spec.head.node_config)
+
+
 def test_what_is_mounted_is_there_and_installs_the_package() -> None:
     for file in FILES:
         mounts = load_cluster(file).data["file_mounts"]

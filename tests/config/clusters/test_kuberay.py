@@ -12,6 +12,7 @@ from support.cluster import condense_crd
 from support.places import ROOT
 
 from elastic import api
+from elastic.cli.command_line import main
 from elastic.config.clusters import load_cluster
 from elastic.config.clusters.kuberay_schema import problems_of_schema
 from elastic.errors import SpecError
@@ -42,7 +43,7 @@ def test_the_manifests_of_this_repository_follow_the_schema(name: str) -> None:
 REFUSED = [
     (
         ("maxReplicas: 8", "maxReplica: 8"),
-        "54: error: spec.workerGroupSpecs.0.maxReplica: KubeRay 1.7.0 knows no key 'maxReplica' here: "
+        "61: error: spec.workerGroupSpecs.0.maxReplica: KubeRay 1.7.0 knows no key 'maxReplica' here: "
         "it is refused, or ignored; did you mean maxReplicas",
     ),
     (("groupName: p5-spot", "numOfHosts: 1"), "workerGroupSpecs.0.groupName: it is missing, and KubeRay needs it"),
@@ -109,6 +110,69 @@ def test_a_grace_period_is_longer_than_the_hook(
 def test_a_hook_of_kubernetes_own_that_sleeps(tmp_path: Path) -> None:
     found = errors(tmp_path, CLUSTER.replace(f"exec: {{command: {HOOK}}}", "sleep: {seconds: 130}"))
     assert len(found) == 2 and all("gives its workers 130 s" in line for line in found)
+
+
+HEAD = "nodeSelector: {karpenter.sh/capacity-type: on-demand}"
+
+
+def about_head(folder: Path, selector: str) -> list[str]:
+    file = folder / "manifest.yaml"
+    assert HEAD in CLUSTER
+    file.write_text(CLUSTER.replace(HEAD, selector))
+    lines = api.check_cluster(file).lines()
+    return [
+        line.removeprefix(f"{file}:")
+        for line in lines
+        if "spec.headGroupSpec" in line and "REPLACE" not in line
+    ]
+
+
+@pytest.mark.parametrize(
+    "selector",
+    ["karpenter.sh/capacity-type: spot", 'cloud.google.com/gke-spot: "true"', "eks.amazonaws.com/capacityType: SPOT"],
+)  # fmt: skip
+def test_a_head_on_spot_nodes_is_refused(tmp_path: Path, selector: str) -> None:
+    (error,) = about_head(tmp_path, f"nodeSelector: {{{selector}}}")
+    assert "error: spec.headGroupSpec: the head is a spot node: its reclaim ends" in error
+
+
+def test_a_head_that_may_come_to_a_spot_node_is_warned_of(tmp_path: Path) -> None:
+    (warning,) = about_head(tmp_path, "nodeSelector: {kubernetes.io/arch: amd64}")
+    assert " warning: spec.headGroupSpec.template.spec.nodeSelector: nothing keeps the" in warning
+    assert "karpenter.sh/capacity-type: on-demand" in warning
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        "nodeSelector: {cloud.google.com/gke-provisioning: standard}",
+        "nodeSelector: {kubernetes.azure.com/agentpool: system}",
+        "affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: "
+        "[{matchExpressions: [{key: cloud.google.com/gke-spot, operator: DoesNotExist}]}]}}}",
+    ],
+)  # fmt: skip
+def test_a_head_that_is_kept_off_spot_nodes_in_another_cloud(tmp_path: Path, selector: str) -> None:
+    assert about_head(tmp_path, selector) == []
+
+
+@pytest.mark.parametrize("name", [*MANIFESTS, "init"])
+def test_the_head_is_on_demand_and_not_evicted_and_workers_have_their_notice(
+    tmp_path: Path, name: str
+) -> None:
+    """Karpenter does not evict an annotated pod from a node that will be reclaimed: no preStop."""
+    file = MANIFESTS.get(name, tmp_path / "own.yaml")
+    if name == "init":
+        asked = ["init", str(tmp_path / "job"), "--on", "kubernetes", "--cluster", str(file)]
+        assert main(asked) == 0
+    spec = load_cluster(file)
+    assert spec.head is not None and spec.head.market_type == "on-demand"
+    assert "Without Karpenter no node has its labels" in file.read_text() or name == "rayjob.yaml"
+
+    def annotations(node_config: Any) -> Any:
+        return node_config["template"].get("metadata", {}).get("annotations", {})
+
+    assert annotations(spec.head.node_config) == {"karpenter.sh/do-not-disrupt": "true"}
+    assert all(not annotations(worker.node_config) for worker in spec.workers)
 
 
 def test_a_crd_is_condensed_to_what_is_checked(tmp_path: Path) -> None:

@@ -325,11 +325,8 @@ def test_the_heads_price(tmp_path: Path) -> None:
     )
     kuberay = (ROOT / "deploy" / "kubernetes" / "raycluster.yaml").read_text()
     assert of(kuberay) == 0.0
-    labels = "labels: {elastic-cluster: elastic}"
-    assert (
-        of(kuberay.replace(labels, f'{labels}, annotations: {{elastic/usd-per-node-h: "0.4"}}', 1))
-        == 0.4
-    )
+    of_head = "annotations: {"
+    assert of(kuberay.replace(of_head, f'{of_head}elastic/usd-per-node-h: "0.4", ', 1)) == 0.4
 
 
 def test_a_run_takes_the_pools_of_the_file(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import yaml
 from support.places import ROOT
 
 from elastic import api
-from elastic.cli.command_line import main
 
 CONFIGS = ROOT / "cluster_configs"
 CHEAP = (CONFIGS / "aws_g6e_g5_cheap.yaml").read_text()
@@ -251,6 +250,17 @@ ERRORS = [
         "but Ray starts all nodes in us-central1-b",
     ),
     (
+        GOOGLE,
+        ("zones/us-central1-a/diskTypes", "zones/us-central1-f/diskTypes"),
+        "diskType: it is of us-central1-f, but Ray starts all nodes in us-central1-a; zones/us-c",
+    ),
+    (
+        CHEAP,
+        ("end_without_head", "nothing"),
+        "node_config.UserData: its boot schedules a shutdown that nothing calls off: it ends amid",
+    ),
+    (CHEAP, ("LIMIT_S=1200 bash", 'END="own end" bash'), "which does, or `sudo shutdown -c`"),
+    (
         HOSTS,
         ("    --labels=elastic-pool=hosts,ray.io/market-type=owned\n", ""),
         "the nodes get no label elastic-pool; ray start ... ",
@@ -339,6 +349,11 @@ WARNINGS = [
     ),
     (
         GOOGLE,
+        ("diskType: zones/us-central1-a/diskTypes/pd-balanced, ", ""),
+        "cannot have; diskType: zones/us-central1-a/diskTypes/pd-balanced",
+    ),
+    (
+        GOOGLE,
         ("      serviceAccounts: [{email: elastic-head@", "      labels: [{email: elastic-head@"),
         "compute.admin and storage",
     ),
@@ -370,6 +385,11 @@ def test_a_warning_is_one_line(
     many = change[0] == "InterfaceType: efa-only"
     found = told(tmp_path, text.replace(*change) if many else text.replace(*change, 1))
     assert any(line in entry and " warning: " in entry for entry in found), found
+
+
+def test_a_shutdown_at_boot_that_is_called_off_in_another_way(tmp_path: Path) -> None:
+    text = CHEAP.replace("LIMIT_S=1200 bash", "sudo shutdown -c; END='own end' bash")
+    assert not [line for line in told(tmp_path, text) if "shutdown" in line]
 
 
 def test_a_floor_without_any_pool_to_keep(tmp_path: Path) -> None:
@@ -495,20 +515,3 @@ def test_what_should_be_a_list_and_is_none_breaks_no_rule(tmp_path: Path, value:
         for group in (document.get("spec") or {}).get("workerGroupSpecs", ()):
             group["template"]["spec"]["containers"] = yaml.safe_load(value)
     assert told(tmp_path, yaml.safe_dump_all(documents))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("vmSize", "vmsize", "Azure refuses it; did you mean vmSize?"),
-        ("imageSku", "imageSkus", "Azure refuses it; did you mean imageSku?"),
-        ("        vmSize: Standard_D4s_v5\n", "", "vmSize is missing; name a size, as in"),
-    ],
-)
-def test_parameters_that_azure_refuses(tmp_path: Path, old: str, new: str, said: str) -> None:
-    own = tmp_path / "own.yaml"
-    main(["init", str(tmp_path / "job"), "--on", "azure", "--cluster", str(own), "--yes"])
-    text = own.read_text()
-    assert old in text
-    errors = [line for line in told(tmp_path, text.replace(old, new, 1)) if " error: " in line]
-    assert len(errors) == 1 and said in errors[0], errors
