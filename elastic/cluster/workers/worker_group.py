@@ -362,8 +362,7 @@ class WorkerGroup:
     def _read(
         self, ref: Any, worker: WorkerId, member: _Member
     ) -> PollAnswer | BrokenWorker | None:
-        is_poll = ref == member.poll
-        member.orders.pop(ref, None)
+        is_poll, order = ref == member.poll, member.orders.pop(ref, None)
         if is_poll:
             member.poll = None
         if self._members.get(worker) is not member:
@@ -371,7 +370,11 @@ class WorkerGroup:
         try:
             beat = ray.get(ref)
         except ActorUnavailableError:
-            return None  # the connection broke; it may come back, and silence is measured on
+            # the connection broke; it may come back, and silence is measured on. Nobody knows
+            # whether the order has arrived, and one that comes twice changes nothing
+            if not is_poll:
+                self.order(worker, order)
+            return None
         except RayTaskError as error:
             replaced = isinstance(error, SpecError)
             return BrokenWorker(worker, "replaced" if replaced else "infrastructure", _short(error))

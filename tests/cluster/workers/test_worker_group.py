@@ -157,6 +157,19 @@ def test_an_error_that_comes_in_the_same_round_as_the_end_of_its_worker_is_told_
     assert group.workers() == []
 
 
+def test_an_order_that_a_broken_connection_may_have_lost_is_given_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    away = ActorUnavailableError("unavailable", actor_id=None)
+    group = group_of(monkeypatch, {"first": away, "second": away})
+    actor = Ordered("first", "second", "third")
+    group._join(ME, _Member(actor, "", 1))
+    assert group.order(ME, "enter")
+    for n in (2, 3, 3, 3):  # the third has arrived
+        assert group.collect(0.0) == [] and group.workers() == [ME]
+        assert actor.given == ["enter"] * n
+
+
 class Found:
     """An actor that a new driver finds; `worker_info.remote` gives what it will answer."""
 
