@@ -109,6 +109,9 @@ class Gates:
     # the on-demand pools say no, are too dear or miss the deadline alone, else whenever the job can
     # use more
     spares_last: bool = False
+    # that a person has asked the run to stop holds for the drivers that a supervisor starts, until
+    # it has stopped, else for the driver that heard it
+    keeps_stop: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))
