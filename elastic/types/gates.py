@@ -112,6 +112,9 @@ class Gates:
     # that a person has asked the run to stop holds for the drivers that a supervisor starts, until
     # it has stopped, else for the driver that heard it
     keeps_stop: bool = False
+    # a node that was quarantined is not used for a time that grows, whatever the reason was, and is
+    # released should it come back before; else only one that others did not reach, which waits
+    keeps_out: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

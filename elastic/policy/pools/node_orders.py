@@ -9,7 +9,7 @@ from math import ceil, inf
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.layout_choice import most_workers
-from elastic.policy.faults import faulty_devices
+from elastic.policy.faults import faulty_devices, quarantine
 from elastic.policy.faults.retries import worn_out
 from elastic.policy.plans import choice_of
 from elastic.policy.pools import drain, hard_limits, pool_allocation
@@ -92,6 +92,10 @@ def _prepare(state: State, now_s: float) -> Decision:
             why = f"rejected: {state.refused[node.node_id]}"
             actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
             reasons.append(f"node {node.node_id} of pool {node.pool} is released, {why}")
+            continue
+        if state.keeps_out and (why := quarantine.came_back(state, node.node_id, now_s)):
+            actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
+            reasons.append(f"node {node.node_id} of pool {node.pool} is released: {why}")
             continue
         since_s = state.preparing.get(node.node_id)
         out = state.kept_out.get(node.node_id)  # others did not reach it
