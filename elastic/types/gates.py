@@ -115,6 +115,8 @@ class Gates:
     # a node that was quarantined is not used for a time that grows, whatever the reason was, and is
     # released should it come back before; else only one that others did not reach, which waits
     keeps_out: bool = False
+    # a quarantined node is released where the driver before has not come to that, else never
+    ends_quarantined: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -143,8 +143,9 @@ def _release(state: State, now_s: float) -> Decision:
         wake_at_s = min(faulty_devices.wakes(state, now_s), default=None)
     needed |= state.releasing
     done = [node for node in state.draining if node.node_id not in needed]
+    left = _quarantined_before(state)
     if not done:
-        return Decision(wake_at_s=wake_at_s)
+        return together(left, Decision(wake_at_s=wake_at_s))
     bad = faulty_devices.reasons(state, done)
     well = [node for node in done if node.node_id not in bad]
     rest = (
@@ -152,7 +153,23 @@ def _release(state: State, now_s: float) -> Decision:
         if well
         else Decision(wake_at_s=wake_at_s)
     )
-    return together(faulty_devices.quarantined(bad), rest)
+    return together(left, faulty_devices.quarantined(bad), rest)
+
+
+def _quarantined_before(state: State) -> Decision:
+    """Nodes that the driver before has quarantined, and has not come to release. What gives nodes
+    is another now, and told as well."""
+    if not state.ends_quarantined:
+        return Decision()
+    found = [
+        node.node_id
+        for node in state.by_status.get("quarantined", ())
+        if node.node_id not in state.releasing
+    ]
+    why = "it was quarantined before the driver was started again"
+    orders = [order for name in found for order in (Quarantine(name, why), ReleaseNode(name))]
+    names = ", ".join(found)
+    return Decision(tuple(orders), f"{names}: released, {why}" if found else "")
 
 
 def _released(state: State, done: list[Node], now_s: float, *, wake_at_s: float | None) -> Decision:

@@ -186,6 +186,24 @@ def test_a_slow_node_that_has_come_back_is_not_left_for_another_one() -> None:
 # ------------------------------------------------------------------------------- another driver came
 
 
+@pytest.mark.parametrize("ends_quarantined", [True, False])
+def test_the_next_driver_releases_what_was_quarantined_and_not_released(
+    ends_quarantined: bool,
+) -> None:
+    made = story("a", "b")
+    decision = Decision((Quarantine("b", "why", OUT_S), ReleaseNode("b")))
+    made.state = fold(made.state, Decided(decision), made.now_s)
+    assert not orders(made.tick(), ReleaseNode), "it is being released"
+    gates = {"keeps_out": True, "ends_quarantined": ends_quarantined}
+    made.tick(replace(made.start, epoch=2, attached=True, **gates))
+    found = [made.tick(*(NodeReady(Node(name, "spot", 1)) for name in "ab")), made.tick()]
+    assert [one for each in found for one in orders(each, ReleaseNode)] == (
+        [ReleaseNode("b")] if ends_quarantined else []
+    )
+    again = [one.out_s for each in found for one in orders(each, Quarantine)]
+    assert again == ([pytest.approx(OUT_S, abs=1.0)] if ends_quarantined else [])
+
+
 def test_a_node_that_the_next_driver_has_only_not_heard_of_may_come_back() -> None:
     made = story("a", "b")
     made.tick(replace(made.start, epoch=2, attached=True, keeps_out=True))
