@@ -117,6 +117,9 @@ class Gates:
     keeps_out: bool = False
     # a quarantined node is released where the driver before has not come to that, else never
     ends_quarantined: bool = False
+    # nodes that are prepared so late that the pause which takes them in would not pay are released,
+    # else they are kept to the end
+    releases_late: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))
