@@ -30,6 +30,7 @@ from elastic.types import (
     StopAsked,
     StorageSeen,
 )
+from elastic.types.events import SIGNAL
 from elastic.types.typed_job import LINE_EVERY_S as LINE_EVERY_S
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ LEAST_WAIT_S = 0.001  # between two looks without news
 AWAY_EVERY_S = 10.0
 COLLECT_EVERY = 20_000  # new objects; a look at thousands of workers makes tens of thousands
 TEXT_MOST = 300  # characters of what storage said
-SIGNAL = "signal "  # how the reason of a stop begins that a signal has asked for
 
 
 class Backend(Protocol):

@@ -17,7 +17,7 @@ from elastic.policy import (
 )  # fmt: skip
 from elastic.policy.copies import cadence, recovery
 from elastic.policy.copies.retention import retention
-from elastic.policy.faults import corruption, retries, unreached
+from elastic.policy.faults import corruption, quarantine, retries, unreached
 from elastic.policy.faults.left_out import left_out, newcomer
 from elastic.policy.plans import choice_of, enter, from_where, never, with_rehearsals
 from elastic.policy.pools import drain, hard_limits, hazard, unsaved
@@ -67,6 +67,11 @@ CAUSES: dict[str, Cause] = {
 
 def decide(state: State, now_s: float) -> Decision:
     """What to do now. Acting decisions say why, with numbers; others may say what is waited for."""
+    return quarantine.with_times(state, _decided(state, now_s), now_s)
+
+
+def _decided(state: State, now_s: float) -> Decision:
+    """But for how long nodes are quarantined."""
     if state.phase in ENDED or not state.run:
         return Decision()
     if state.unseen:

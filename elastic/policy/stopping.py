@@ -15,8 +15,9 @@ from elastic.policy.copies.retention import (
 )
 from elastic.policy.faults import recurring_breaks, retries
 from elastic.policy.pools import hard_limits
-from elastic.policy.state.state import State, StopWish
-from elastic.types import AUTO, Abort, Decision, Quiesce, Stop
+from elastic.policy.state.state import ENDED, State, StopWish
+from elastic.types import AUTO, Abort, Decision, DriverStarted, Quiesce, Stop
+from elastic.types.events import SIGNAL
 from elastic.types.replacing import replace
 
 AGAIN_MOST_S = 60.0  # between two tries to store the last checkpoint
@@ -35,6 +36,17 @@ def ended(state: State, now_s: float) -> Decision | None:
         return Decision((*removal(state).actions, Stop("succeeded", done)), done)
     why = recurring_breaks.verdict(state) or retries.gave_up(state)
     return stop("failed", why) if why else None
+
+
+def stop_kept(state: State, event: DriverStarted, at_s: float) -> StopWish | None:
+    """What a person has asked for stands until the run has stopped, or until a person starts it. A
+    signal is meant for the process that it was sent to, a limit is looked at anew, and of what was
+    trained enough the last steps may be gone."""
+    wish = state.stop
+    if wish is None or not (event.keeps_stop and event.supervised) or state.phase in ENDED:
+        return None
+    other = wish.limit or wish.reason.startswith(SIGNAL) or (wish.done and not event.attached)
+    return None if other else replace(wish, at_s=at_s)
 
 
 def stop_wish(state: State, now_s: float) -> StopWish | None:
@@ -128,6 +140,11 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
         )
     if state.phase_over and state.saved_step < state.step:
         return None  # its workers have left, and may not have heard: it is saved in the next phase
+    if left and state.quiescing is None and state.keeps_stop:  # as the driver before has ordered
+        if done:
+            return stop(ends, f"{wish.reason}; {saved}")
+        text = f"{wish.reason}; {saved}: the driver that was to store step {state.step} is gone"
+        return Decision((Abort(state.generation),), f"{text}, it is stored anew", until_s)
     if state.quiescing is None:
         text = (
             f"{wish.reason}: generation {plan.generation} stops at its next step boundary and is "

@@ -32,8 +32,11 @@ class DrainNode(Action):
 
 @dataclass(frozen=True)
 class Quarantine(Action):
+    """`out_s`: for so long the node is not given to the run again; 0 = it may be, after others."""
+
     node_id: str
     reason: str
+    out_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class DriverStarted(Gates, Event):
     `durable`: copies found in the run's storage at start. `cut`: lines of earlier drivers are
     missing before this one, in one sentence; '' = none. `paid_until_s`: until when nodes of the
     driver before may have been paid for, whatever this one's clock says; None = until it attached,
-    or no longer than that driver lived.
+    or no longer than that driver lived. `supervised`: no person has started it.
     """
 
     run: str
@@ -39,6 +39,7 @@ class DriverStarted(Gates, Event):
     cut: str = ""
     paid_until_s: float | None = None
     pool_hardware: tuple[tuple[str, HardwareProfile], ...] = ()
+    supervised: bool = False
 
 
 @dataclass(frozen=True)
@@ -559,6 +560,9 @@ class PlansFound(Event):
     them."""
 
     plans: tuple[Plan, ...]
+
+
+SIGNAL = "signal "  # how the reason of a stop begins that a signal has asked for
 
 
 @dataclass(frozen=True)

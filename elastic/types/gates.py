@@ -109,6 +109,17 @@ class Gates:
     # the on-demand pools say no, are too dear or miss the deadline alone, else whenever the job can
     # use more
     spares_last: bool = False
+    # that a person has asked the run to stop holds for the drivers that a supervisor starts, until
+    # it has stopped, else for the driver that heard it
+    keeps_stop: bool = False
+    # a node that was quarantined is not used for a time that grows, whatever the reason was, and is
+    # released should it come back before; else only one that others did not reach, which waits
+    keeps_out: bool = False
+    # a quarantined node is released where the driver before has not come to that, else never
+    ends_quarantined: bool = False
+    # nodes that are prepared so late that the pause which takes them in would not pay are released,
+    # else they are kept to the end
+    releases_late: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

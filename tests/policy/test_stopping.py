@@ -9,13 +9,18 @@ import pytest
 from support.policy.story import Story, durable, orders, plan_of, stopped
 
 from elastic.policy.pools.hard_limits import wish
+from elastic.policy.state.state import StopWish
 from elastic.types import (
     Abort,
     Copy,
     CopyFailed,
+    Decision,
+    DriverStarted,
     EnterPlan,
     Layout,
+    Node,
     NodeLost,
+    NodeReady,
     Progress,
     Quiesce,
     Quiesced,
@@ -278,3 +283,74 @@ def test_a_spent_budget_is_as_old_as_what_it_comes_of() -> None:
     overspent = replace(state, usd=3.0)
     found = wish(overspent, now_s + 5)
     assert found is not None and found.at_s == overspent.billed_at_s, "not before it was known"
+
+
+def next_driver(story: Story, **changes: Any) -> DriverStarted:
+    """One that a supervisor has started."""
+    found = {"epoch": 2, "attached": True, "supervised": True, "keeps_stop": True} | changes
+    return replace(story.start, **found)
+
+
+def attached(story: Story, **changes: Any) -> Decision:
+    story.tick(next_driver(story, **changes))
+    return story.tick(*(NodeReady(Node(name, "spot", 1)) for name in ("a", "b")))
+
+
+def test_a_stop_that_was_asked_for_holds_for_the_driver_that_a_supervisor_starts() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=4)
+    asked = Quiesce(plan.generation, save=True)
+    assert orders(story.tick(StopAsked("enough")), Quiesce) == [asked]
+    assert orders(attached(story), Quiesce) == [asked], "it may have reached nobody"
+    assert story.state.stop == StopWish("enough", story.now_s - 0.1)
+    left = (Quiesced(WorkerId(name, 0), plan.generation, 4) for name in ("a", "b"))
+    story.tick(*left, durable(story, 4))
+    assert stopped(story).outcome == "stopped" and "enough" in stopped(story).reason
+
+
+def test_a_step_that_no_driver_has_stored_when_all_had_left_is_stored_by_the_next_one() -> None:
+    story = Story()
+    plan = story.running("a", "b", steps=4)
+    held = {"a": [(0, 4, "live")], "b": [(1, 4, "live")]}
+    story.tick(StopAsked("enough"))
+    story.quiesced(plan, held)
+    assert orders(attached(story), Abort) == [Abort(plan.generation)]
+    story.quiesced(plan, held)
+    again = plan_of(story.tick(after_s=20))
+    assert (again.resume.step, again.resume.source) == (4, "peer"), "from memory"
+    story.entered()
+    assert orders(story.decisions[-1], Quiesce) == [Quiesce(again.generation, save=True)]
+
+
+def test_it_holds_where_nothing_of_the_run_is_left_but_its_checkpoint() -> None:
+    story = Story()
+    story.running("a", "b", steps=4)
+    story.tick(StopAsked("enough"))
+    story.tick(next_driver(story, attached=False))
+    assert stopped(story).outcome == "stopped" and "enough" in stopped(story).reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes"),
+    [
+        (StopAsked("enough"), {"supervised": False}),
+        (StopAsked("enough"), {"keeps_stop": False}),
+        (StopAsked("signal SIGTERM"), {}),
+        (StopAsked("all is trained", done=True), {"attached": False}),
+    ],
+    ids=["a person's start", "an older journal", "meant for a process", "its steps are gone"],
+)
+def test_whom_a_stop_was_not_meant_for_trains_on(asked: StopAsked, changes: Any) -> None:
+    story = Story()
+    story.running("a", "b", steps=4)
+    story.tick(asked)
+    attached(story, **changes)
+    assert story.state.stop is None and story.state.phase not in ("stopped", "succeeded")
+
+
+def test_a_run_that_has_stopped_may_be_started_again() -> None:
+    story = Story()
+    story.tick(StopAsked("enough"))
+    assert stopped(story).outcome == "stopped"
+    story.tick(next_driver(story, attached=False))
+    assert story.state.stop is None and story.state.phase == "waiting"

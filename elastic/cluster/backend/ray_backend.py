@@ -225,6 +225,7 @@ class RayBackend(HostingBackend):
 
     def _quarantine(self, action: Quarantine) -> None:
         self._end_workers(action.node_id)
+        self.provider.quarantine(action.node_id, action.out_s)
 
     def _prepare(self, action: Prepare) -> None:
         node, ray_id = self.nodes.get(action.node_id), self.provider.ray_id(action.node_id)

@@ -367,6 +367,9 @@ class AutoscalerNodes(ClusterNodes):
         """It ends as soon as nothing runs there."""
         self._drop(node_id)
 
+    def quarantine(self, node_id: str, out_s: float) -> None:
+        """What is released ends."""
+
     def lost(self, node_id: str) -> None:
         self._drop(node_id)
 

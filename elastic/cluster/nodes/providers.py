@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic import catalog
 from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible_gpus
 from elastic.cluster.ray import processes
-from elastic.text import n_of
+from elastic.text import duration, n_of
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
 from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
 
@@ -35,6 +35,9 @@ class NodeProvider(Protocol):
     def release(self, node_id: str, taken_in_s: float | None = None) -> None:
         """Give the node back; its workers have been ended. `taken_in_s`: until somebody takes it,
         where that is announced."""
+
+    def quarantine(self, node_id: str, out_s: float) -> None:
+        """Before it is released: it is not given again for so long, and then after all others."""
 
     def lost(self, node_id: str) -> None:
         """The node is gone; it is not ours any more."""
@@ -160,6 +163,9 @@ class EmbeddedNodes:
         self.cluster.kill(node_id)
         self.lost(node_id)
 
+    def quarantine(self, node_id: str, out_s: float) -> None:
+        """What is released ends."""
+
     def kill(self, node_id: str, pids: Sequence[int]) -> None:
         self.cluster.kill(node_id)
 
@@ -185,8 +191,9 @@ class ClusterNodes:
 
     A node belongs to the pool that its label elastic-pool, pool or ray.io/node-group names; else to
     the first pool of its market type and accelerator type. Released nodes stay in the cluster and
-    come back when they are requested again, unless they are about to be taken. `spared`: a drill
-    takes the workers of a node and leaves the node itself alone.
+    come back when they are requested again, unless they are about to be taken; quarantined ones
+    after their time, and after all others. `spared`: a drill takes the workers of a node and leaves
+    the node itself alone.
     """
 
     pools: Sequence[Pool]
@@ -197,6 +204,8 @@ class ClusterNodes:
     _released: dict[str, str] = field(default_factory=dict)  # Ray id -> pool
     # Ray id -> when a released one may be had again
     _not_before_s: dict[str, float] = field(default_factory=dict)
+    # Ray id -> until when a quarantined one is kept out
+    _out_until_s: dict[str, float] = field(default_factory=dict)
     # pool, how many are still missing, request id
     _asked: list[list[Any]] = field(default_factory=list)
     _requests: set[str] = field(default_factory=set)
@@ -213,14 +222,22 @@ class ClusterNodes:
     def news(self, alive: Mapping[str, RayNode]) -> list[Event]:
         events: list[Event] = []
         ours = {ray_id for _, ray_id in self._ours.values()}
-        for found in alive.values():
+        now_s = time.monotonic()
+        self._out_until_s = {
+            ray_id: until_s
+            for ray_id, until_s in self._out_until_s.items()
+            if ray_id in alive or now_s < until_s
+        }
+        for found in sorted(alive.values(), key=self._later):
             pool = None if found.ray_id in ours else pool_of(found, self.pools)
             if pool is None or self._used(pool.name) >= self._capacity[pool.name]:
                 continue
-            asked = next((a for a in self._asked if a[0] == pool.name), None)
+            if now_s < self._out_until_s.get(found.ray_id, now_s):
+                continue
+            asked = next((a for a in self._asked if a[0] == pool.name and a[1] > 0), None)
             # released since it is to be taken, or Ray starts nothing there any more
             not_before_s = self._not_before_s.get(found.ray_id, 0.0)
-            leaving = found.draining or time.monotonic() < not_before_s
+            leaving = found.draining or now_s < not_before_s
             if found.ray_id in self._released and (asked is None or leaving):
                 continue
             if asked is not None:
@@ -229,10 +246,28 @@ class ClusterNodes:
         for name, missing, request_id in self._asked:
             if missing > 0:
                 why = f"no capacity: all that the cluster has of it are in use ({self._used(name)})"
-                why += self._of_no_pool(alive.values())
+                why += self._kept_out(name, alive, now_s) + self._of_no_pool(alive.values())
                 events.append(RequestFailed(name, request_id, why))
         self._asked.clear()
         return events
+
+    def _later(self, found: RayNode) -> tuple[bool, bool]:
+        """What nothing is known against is given first."""
+        return found.ray_id in self._out_until_s, found.ray_id in self._released
+
+    def _kept_out(self, pool: str, alive: Mapping[str, RayNode], now_s: float) -> str:
+        """Living nodes of the pool that are quarantined still; '' = none are."""
+        there = [(until_s, alive.get(ray_id)) for ray_id, until_s in self._out_until_s.items()]
+        rest = [
+            until_s - now_s
+            for until_s, found in there
+            if found is not None
+            and now_s < until_s
+            and (of := pool_of(found, self.pools)) is not None
+            and of.name == pool
+        ]
+        first = f", the first one for another {duration(min(rest))}" if rest else ""
+        return f"; {n_of(len(rest), 'node')} of it quarantined{first}" if rest else ""
 
     def _of_no_pool(self, alive: Iterable[RayNode]) -> str:
         """Living nodes that cannot be used, which is said once of each; '' = there are none."""
@@ -248,6 +283,7 @@ class ClusterNodes:
 
     def _welcome(self, found: RayNode, pool: Pool) -> Event:
         self._released.pop(found.ray_id, None)
+        self._out_until_s.pop(found.ray_id, None)
         node_id = found.labels.get(NODE_LABEL) or f"{pool.name}-{found.ray_id[-8:]}"
         self._ours[node_id] = (pool.name, found.ray_id)
         return NodeReady(
@@ -262,6 +298,10 @@ class ClusterNodes:
         if ray_id:
             self._released[ray_id] = pool
             self._not_before_s[ray_id] = time.monotonic() + (taken_in_s or 0.0)
+
+    def quarantine(self, node_id: str, out_s: float) -> None:
+        if (ray_id := self.ray_id(node_id)) is not None:
+            self._out_until_s[ray_id] = time.monotonic() + out_s
 
     def kill(self, node_id: str, pids: Sequence[int]) -> None:
         ray_id = self.ray_id(node_id)

@@ -92,6 +92,7 @@ class _Member:
     seen: int = 0
     pid: int = 0
     generation: int = 0
+    orders: dict[Any, Any] = field(default_factory=dict)  # not answered yet: call -> order
 
 
 @dataclass
@@ -108,7 +109,6 @@ class WorkerGroup:
     # not adopted -> which versions they ran
     outdated: dict[WorkerId, str] = field(init=False, default_factory=dict)
     _incarnations: dict[WorkerId, int] = field(default_factory=dict)
-    _calls: dict[Any, WorkerId] = field(default_factory=dict)
     _news: queue.SimpleQueue[BrokenWorker] = field(default_factory=queue.SimpleQueue)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     # as `_start` takes it
@@ -309,8 +309,7 @@ class WorkerGroup:
                 return False
             if self._later(worker.node_id, partial(self.order, worker, order)):
                 return True
-            ref = member.actor.order.remote(self.setup.epoch, order)
-            self._calls[ref] = worker
+            member.orders[member.actor.order.remote(self.setup.epoch, order)] = order
         return True
 
     def shared(self, order: WorkerOrder, n: int) -> Any:
@@ -339,53 +338,53 @@ class WorkerGroup:
     def collect(self, wait_s: float) -> list[PollAnswer | BrokenWorker]:
         """What has come, at the latest after `wait_s`."""
         with self._lock:
-            polls = {
-                member.poll: worker
+            refs = {
+                ref: (worker, member)
                 for worker, member in self._members.items()
-                if member.poll is not None
-            }
-            refs = [
-                ref
-                for ref, worker in (*polls.items(), *self._calls.items())
                 if worker.node_id not in self._cut
-            ]
+                for ref in (member.poll, *member.orders)
+                if ref is not None
+            }
         if refs:
-            ready, _ = ray.wait(refs, num_returns=1, timeout=wait_s)
+            ready, _ = ray.wait(list(refs), num_returns=1, timeout=wait_s)
             if ready:
-                ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+                ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         else:
             ready = []
             time.sleep(wait_s)
         found: list[PollAnswer | BrokenWorker] = []
         for ref in ready:
-            worker = polls[ref] if ref in polls else self._calls.pop(ref)
-            answer = self._read(ref, worker, ref in polls)
+            answer = self._read(ref, *refs[ref])
             if answer is not None:
                 found.append(answer)
         return [*found, *waiting(self._news)]
 
-    def _read(self, ref: Any, worker: WorkerId, is_poll: bool) -> PollAnswer | BrokenWorker | None:
-        member = self._members.get(worker)
-        if is_poll and (member is None or member.poll != ref):
-            return None
-        if member is not None and is_poll:
+    def _read(
+        self, ref: Any, worker: WorkerId, member: _Member
+    ) -> PollAnswer | BrokenWorker | None:
+        is_poll, order = ref == member.poll, member.orders.pop(ref, None)
+        if is_poll:
             member.poll = None
+        if self._members.get(worker) is not member:
+            return None  # it has ended: says nothing of the one that may be there now
         try:
             beat = ray.get(ref)
         except ActorUnavailableError:
-            return None  # the connection broke; it may come back, and silence is measured on
+            # the connection broke; it may come back, and silence is measured on. Nobody knows
+            # whether the order has arrived, and one that comes twice changes nothing
+            if not is_poll:
+                self.order(worker, order)
+            return None
         except RayTaskError as error:
             replaced = isinstance(error, SpecError)
             return BrokenWorker(worker, "replaced" if replaced else "infrastructure", _short(error))
         # ActorDiedError, OutOfMemoryError of the memory monitor, NodeDiedError ...
         except RayError as error:
-            if member is None:
-                return None
             self.forget(worker)
             return BrokenWorker(
                 worker, "process", f"its process is gone: {_why(error)}", member.pid
             )
-        if not is_poll or member is None:
+        if not is_poll:
             return None
         messages = tuple(event for number, event in beat.messages if number > member.seen)
         member.seen = max([member.seen, *(number for number, _ in beat.messages)])

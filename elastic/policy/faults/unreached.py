@@ -29,8 +29,8 @@ def apart(state: State) -> tuple[Apart, ...]:
 
 
 def kept_out_s(state: State, node_id: str) -> float:
-    """For how long a node that is left out now is not prepared, should it come back under its name:
-    longer each time."""
+    """For how long a node that is quarantined now is not prepared, should it come back under its
+    name: longer each time."""
     n = state.kept_out.get(node_id, (0, 0.0))[0]
     return float(min(OUT_MOST_S, OUT_S * 2**n))
 
@@ -74,9 +74,10 @@ def left_out(state: State, node_id: str, why: str, *, at_s: float) -> State:
     aborting = state.aborting
     if not any(node_id in one.nodes for one in state.apart):
         return state
-    n = state.kept_out.get(node_id, (0, 0.0))[0]
-    out_until_s = at_s + kept_out_s(state, node_id)
-    state = replace(state, kept_out={**state.kept_out, node_id: (n + 1, out_until_s)})
+    if not state.keeps_out:  # else every node that is quarantined is (quarantine.py)
+        n = state.kept_out.get(node_id, (0, 0.0))[0]
+        out_until_s = at_s + kept_out_s(state, node_id)
+        state = replace(state, kept_out={**state.kept_out, node_id: (n + 1, out_until_s)})
     if aborting is None or aborting.failure.cause != "infrastructure":
         return state
     failure = Failure("loss", f"node {node_id} is left out: {why}", at_s)

@@ -9,7 +9,7 @@ from math import ceil, inf
 
 from elastic.errors import InfeasiblePlan
 from elastic.planner.layout_choice import most_workers
-from elastic.policy.faults import faulty_devices
+from elastic.policy.faults import faulty_devices, quarantine
 from elastic.policy.faults.retries import worn_out
 from elastic.policy.plans import choice_of
 from elastic.policy.pools import drain, hard_limits, pool_allocation
@@ -93,6 +93,10 @@ def _prepare(state: State, now_s: float) -> Decision:
             actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
             reasons.append(f"node {node.node_id} of pool {node.pool} is released, {why}")
             continue
+        if state.keeps_out and (why := quarantine.came_back(state, node.node_id, now_s)):
+            actions += [Quarantine(node.node_id, why), ReleaseNode(node.node_id)]
+            reasons.append(f"node {node.node_id} of pool {node.pool} is released: {why}")
+            continue
         since_s = state.preparing.get(node.node_id)
         out = state.kept_out.get(node.node_id)  # others did not reach it
         if out is not None and now_s < out[1]:
@@ -139,8 +143,9 @@ def _release(state: State, now_s: float) -> Decision:
         wake_at_s = min(faulty_devices.wakes(state, now_s), default=None)
     needed |= state.releasing
     done = [node for node in state.draining if node.node_id not in needed]
+    left = _quarantined_before(state)
     if not done:
-        return Decision(wake_at_s=wake_at_s)
+        return together(left, Decision(wake_at_s=wake_at_s))
     bad = faulty_devices.reasons(state, done)
     well = [node for node in done if node.node_id not in bad]
     rest = (
@@ -148,7 +153,23 @@ def _release(state: State, now_s: float) -> Decision:
         if well
         else Decision(wake_at_s=wake_at_s)
     )
-    return together(faulty_devices.quarantined(bad), rest)
+    return together(left, faulty_devices.quarantined(bad), rest)
+
+
+def _quarantined_before(state: State) -> Decision:
+    """Nodes that the driver before has quarantined, and has not come to release. What gives nodes
+    is another now, and told as well."""
+    if not state.ends_quarantined:
+        return Decision()
+    found = [
+        node.node_id
+        for node in state.by_status.get("quarantined", ())
+        if node.node_id not in state.releasing
+    ]
+    why = "it was quarantined before the driver was started again"
+    orders = [order for name in found for order in (Quarantine(name, why), ReleaseNode(name))]
+    names = ", ".join(found)
+    return Decision(tuple(orders), f"{names}: released, {why}" if found else "")
 
 
 def _released(state: State, done: list[Node], now_s: float, *, wake_at_s: float | None) -> Decision:

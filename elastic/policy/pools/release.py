@@ -10,7 +10,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.layout_choice import most_workers
 from elastic.policy.copies import recovery
 from elastic.policy.plans import choice_of, enter
-from elastic.policy.pools import drain, hazard, pool_allocation, slack
+from elastic.policy.pools import drain, hard_limits, hazard, pool_allocation, slack
 from elastic.policy.state.state import State
 from elastic.types import Decision, DrainNode, Node, Pool, ReleaseNode
 from elastic.types.replacing import follows_from
@@ -65,9 +65,15 @@ def _surplus(
     if state.phase not in ("running", "entering"):
         return _above_bound(state, taken)
     above, texts = _above_bound(state, taken)
+    gone = {order.node_id for order in above}
+    late = [node for node in _too_late(state, now_s, taken) if node.node_id not in gone]
+    if late:
+        names = ", ".join(node.node_id for node in late)
+        texts = [*texts, f"{names}: released, the run ends before another pause pays for itself"]
+        above = [*above, *(ReleaseNode(node.node_id) for node in late)]
+        gone |= {node.node_id for node in late}
     if not pool_allocation.cheapest(state):
         return above, texts
-    gone = {order.node_id for order in above}
     fixed = {name for name in _fixed(state) if name in state.alive_by_pool}
     idle = [node for node in _idle(state, taken) if node.pool in fixed] if fixed else []
     beyond = _beyond(state, idle, now_s) if idle else []
@@ -81,6 +87,30 @@ def _surplus(
         names = ", ".join(node.node_id for node in useless)
         texts = [*texts, f"{names}: the job can use no more nodes, and these can stand in for none"]
     return [*above, *(ReleaseNode(node.node_id) for node in (*spare, *useless))], texts
+
+
+def _too_late(state: State, now_s: float, taken: Collection[str]) -> list[Node]:
+    """Nodes that are prepared, and that are not taken in any more: until the end they would gain
+    less than the pause takes, and no other node that would be asked for changes that."""
+    plan, kinds = state.plan, {pool.name: pool for pool in state.pools}
+    comes = state.requests or state.preparing or state.by_status.get("ready")
+    calm = state.phase == "running" and state.failure is None and state.quiescing is None
+    if not state.releases_late or plan is None or state.job.restarted or comes or not calm:
+        return []
+    if any(node.node_id in plan.workers_per_node for node in state.draining):
+        return []  # they are waited for with that
+    most = sum(pool.max_nodes * pool.gpus_per_node for pool in state.pools)
+    late = [
+        node
+        for node in _idle(state, taken)
+        if (pool := kinds.get(node.pool)) is not None
+        and hard_limits.too_late(state, pool, now_s=now_s, joined=most)
+    ]
+    old = plan.layout.world_size
+    new = sum(node.gpus for node in state.available if node.node_id not in plan.workers_per_node)
+    if not late or not hard_limits.gains_little(state, old, old + new):
+        return []
+    return [] if pool_allocation.stand_in_workers(state, now_s) else late
 
 
 def _useless(state: State, now_s: float, taken: Collection[str]) -> list[Node]:

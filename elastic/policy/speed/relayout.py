@@ -302,6 +302,8 @@ def _can_be_had(state: State, node: Node, now_s: float) -> bool:
         and now_s + hazard.start_s(state, pool.name) >= pool.ends_at_s
     ):
         return False
+    if state.keeps_out and node.node_id in state.kept_out:
+        return False  # it was left once and came back: its pool has no other
     bad = state.backoff.get(pool.name)
     return (
         not (bad and now_s < bad.until_s)

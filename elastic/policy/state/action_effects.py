@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.policy import profiling
 from elastic.policy.copies.retention import ordered_removal
-from elastic.policy.faults import unreached
+from elastic.policy.faults import quarantine, unreached
 from elastic.policy.faults.failures import process_failed, set_status, without, without_faults
 from elastic.policy.faults.recurring_breaks import recorded
 from elastic.policy.pools import drain, hard_limits, hazard
@@ -89,6 +89,7 @@ def _ordered_quarantine(state: State, action: Quarantine, at_s: float) -> State:
     if node is None:
         return state
     state = unreached.left_out(state, node.node_id, action.reason, at_s=at_s)
+    state = quarantine.ordered(state, action, at_s)
     state = hazard.died(state, node, action.reason, at_s=at_s)
     state = replace(
         set_status(state, action.node_id, "quarantined"), unseen=state.unseen - {action.node_id}

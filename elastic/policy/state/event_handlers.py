@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.config.fingerprint import KEY
-from elastic.policy import profiling, restarts
+from elastic.policy import profiling, restarts, stopping
 from elastic.policy.copies.retention import HANDLERS as COPIES
 from elastic.policy.copies.retention import stop_refused
 from elastic.policy.faults import refused_layouts, unreached
@@ -117,7 +117,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         "run": event.run, "epoch": event.epoch, "job": in_phase.job_of(state, event, saved),
         "pools": event.pools, "model": model, "hardware": event.hardware,
         "pool_hardware": event.pool_hardware, "durable": durable, "billed_at_s": at_s,
-        **gates_of(event),
+        "stop": stopping.stop_kept(state, event, at_s), **gates_of(event),
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
     if not event.attached:
@@ -154,6 +154,8 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         known["aborting"] = replace(state.aborting, at_s=at_s, forward=None)
     elif state.target:
         repeat = (EnterPlan(state.target),)
+    elif known["stop"] and not state.job.restarted:
+        known["quiescing"] = None  # ordered anew, and saved
     elif state.quiescing:
         repeat = (state.asked or Quiesce(state.quiescing[0]),)
     if state.forming:  # its store was the last driver's
@@ -162,7 +164,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     return replace(
         state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat,
         requests={}, instances={}, preparing={}, releasing=frozenset(), ordered_at_s=at_s,
-        stop=None, forming=None, away=None, profiling=profiling.again(state).profiling,
+        forming=None, away=None, profiling=profiling.again(state).profiling,
     )  # fmt: skip
 
 

@@ -104,7 +104,8 @@ class HostingBackend(ABC):
 
     def poll(self, until_s: float | None) -> list[Event]:
         """Events since the last call. What was returned before counts as written down: workers
-        forget it. Raises LostContact."""
+        forget it, and orders from other terminals are removed. Raises LostContact."""
+        self.inbox.written()
         while not self._closed:
             self._check()
             events = self._round(until_s)
@@ -115,6 +116,7 @@ class HostingBackend(ABC):
     def execute(self, action: Action) -> None:
         """Returns at once; the outcome arrives as an event. Raises LostContact."""
         self._pacing.trains = False
+        self.inbox.written(stored=isinstance(action, Stop))
         order = self._orders.get(type(action))
         if order is not None and not self._closed:
             if isinstance(action, FINAL):

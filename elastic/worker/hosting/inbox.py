@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 INBOX, REJECTED = "inbox/", "inbox/rejected/"
 KINDS = ("drill", "stop", "profile")
 REMOTE_EVERY_S = 2.0
+STORED_S = 20.0  # lines of the journal that change no plan reach object storage every 10 s
+CLOSE_MOST_S = 5.0
 MOST_BYTES = 1 << 16  # of an order
 PROFILE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RANKS = re.compile(r"all|node|[0-9]{1,6}(,[0-9]{1,6})*")
@@ -46,23 +49,36 @@ class Inbox:
     Anybody who may write the run's folder may leave a file there: nothing of it raises. What is no
     order, or cannot be read, goes to inbox/rejected with the reason; what storage did not answer is
     retried at the next look.
+
+    A file stays until the next driver would find its order in the journal: see `written`. Only a
+    drill goes before, lest it happens twice.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        # given out or refused, and still there: it could not be removed
+        # given out or refused, and still there: they could not be removed, or are owed
         self._taken: set[str] = set()
-        self._found: SimpleQueue[InboxOrders] = SimpleQueue()
+        self._owed: set[str] = set()  # not known to be in the journal
+        self._found: SimpleQueue[tuple[str, InboxOrders]] = SimpleQueue()
+        self._given: list[str] = []  # by the last `take`
+        # in the journal, and from when on the next driver finds it there
+        self._written: SimpleQueue[tuple[str, float]] = SimpleQueue()
+        self._due: list[tuple[str, float]] = []
+        self._stored = threading.Event()
         self._done = threading.Event()
         self._boundary = ThreadBoundary(log, "inbox")
+        self._thread: threading.Thread | None = None
         if storage.remote:
-            threading.Thread(target=self._follow, name="inbox", daemon=True).start()
+            self._thread = threading.Thread(target=self._follow, name="inbox", daemon=True)
+            self._thread.start()
 
     def take(self) -> InboxOrders:
         """What has come since the last call."""
         if not self._storage.remote:
             self._boundary.holds(self._look)
-        found = waiting(self._found)
+        given = waiting(self._found)
+        self._given += [key for key, _ in given]
+        found = [orders for _, orders in given]
         stops = [orders.stop for orders in found if orders.stop is not None]
         return InboxOrders(
             tuple(drill for orders in found for drill in orders.drills),
@@ -70,12 +86,27 @@ class Inbox:
             tuple(profile for orders in found for profile in orders.profiles),
         )
 
+    def written(self, stored: bool = False) -> None:
+        """What was given out so far stands in the journal. `stored`: in storage, too."""
+        due_s = time.monotonic() + (STORED_S if self._storage.remote else 0.0)
+        for key in self._given:
+            self._written.put((key, due_s))
+        self._given.clear()
+        if stored:
+            self._stored.set()
+
     def close(self) -> None:
+        """What is written is removed: whoever starts the run again means it to train."""
         self._done.set()
+        if self._thread is None:
+            self._boundary.holds(self._remove)
+        elif self._stored.is_set() and self._owed:
+            self._thread.join(CLOSE_MOST_S)
 
     def _follow(self) -> None:
         while not self._done.wait(REMOTE_EVERY_S):
             self._boundary.holds(self._look)
+        self._boundary.holds(self._remove)
 
     def _look(self) -> None:
         found = self._storage.list(INBOX)
@@ -84,9 +115,16 @@ class Inbox:
         for key in keys:
             if key not in self._taken:
                 self._boundary.holds(partial(self._take, key))
-            if key in self._taken:
-                with suppress(OSError, SpecError):  # it stays, and is not taken again
-                    self._storage.delete(key)
+        self._remove()
+
+    def _remove(self) -> None:
+        self._due += waiting(self._written)
+        now_s, stored = time.monotonic(), self._stored.is_set()
+        self._owed -= {key for key, due_s in self._due if stored or now_s >= due_s}
+        self._due = [(key, due_s) for key, due_s in self._due if key in self._owed]
+        for key in sorted(self._taken - self._owed):
+            with suppress(OSError, SpecError):  # it stays, and is not taken again
+                self._storage.delete(key)
 
     def _take(self, key: str) -> None:
         """Gives the order out. Raises OSError where storage did not answer: it is looked at
@@ -103,7 +141,9 @@ class Inbox:
             self._refuse(key, text, f"{kind}{error}")
         else:
             self._taken.add(key)
-            self._found.put(found)
+            if not found.drills:
+                self._owed.add(key)
+            self._found.put((key, found))
 
     def _text(self, key: str) -> bytes:
         if not self._storage.exists(key):

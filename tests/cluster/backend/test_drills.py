@@ -93,7 +93,42 @@ def test_inbox(tmp_path: Path) -> None:
     rejected = why_rejected(storage)
     assert set(rejected) == {"inbox/rejected/3.json", "inbox/rejected/4.json"}
     assert "explode" in rejected["inbox/rejected/3.json"]
+    assert inbox.take() == InboxOrders() and storage.list("inbox/2") == ["inbox/2.json"]
+    inbox.written()
     assert inbox.take() == InboxOrders() and list((tmp_path / "inbox").glob("*.json")) == []
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_an_order_to_stop_stays_until_the_journal_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    """A driver that dies before leaves it to the next one; a drill would happen twice."""
+    monkeypatch.setattr("elastic.worker.hosting.inbox.REMOTE_EVERY_S", 0.01)
+    monkeypatch.setattr(LocalStorage, "remote", remote)
+    storage = open_storage(str(tmp_path))
+    storage.put("inbox/1.json", json.dumps({"stop": "enough"}).encode())
+    dies, inbox = Inbox(storage), Inbox(storage)
+    for one in (dies, inbox):
+        assert until(lambda one=one: one.take().stop, "the order") == "enough"
+        one.take()
+        assert storage.list("inbox/") == ["inbox/1.json"]
+    dies.close()
+    if dies._thread is not None:
+        dies._thread.join()
+    drilled(inbox, storage, "inbox/2.json")
+    inbox.written()
+    if remote:  # where its line comes later
+        drilled(inbox, storage, "inbox/3.json")
+        inbox.written(stored=True)
+    inbox.close()
+    assert storage.list("inbox/") == []
+
+
+def drilled(inbox: Inbox, storage: Storage, key: str) -> None:
+    """It has been looked at, and no drill is left."""
+    storage.put(key, ORDER)
+    assert until(lambda: inbox.take().drills, "the drill") == ({"kill": "any"},)
+    until(lambda: storage.list("inbox/") == ["inbox/1.json"], "the drill's end")
 
 
 def test_a_profile_is_an_order_as_well(tmp_path: Path) -> None:
@@ -134,6 +169,7 @@ def test_an_order_that_cannot_be_removed_is_given_out_once(
         patch.setattr(storage, "delete", broken)
         orders = inbox.take()
         assert (len(orders.drills), orders.stop) == (1, "enough")
+        inbox.written()
         assert inbox.take() == InboxOrders()
     assert inbox.take() == InboxOrders() and storage.list("inbox/") == []
 

@@ -136,12 +136,15 @@ def test_a_lease_that_expires_between_two_orders_of_one_decision_holds_back_the_
         abort=lambda *_: None,
         left=lambda *_: None,
         announced_s=lambda _: None,
+        written=lambda **_: None,
     )
     vars(backend).update(
         run=RayRun("r", "/runs/r", {}, ()), cluster=None, lease=lease, worker_group=group,
         _group=group, _pacing=Pacing(), _closed=False, _early=[], nodes={
             name: Node(name, "spot", 1) for name in "abc"
-        }, provider=SimpleNamespace(release=release, ray_id=lambda name: name, autoscaled=True),
+        }, provider=SimpleNamespace(
+            release=release, quarantine=nobody.left, ray_id=lambda name: name, autoscaled=True,
+        ), inbox=nobody,
         cloud_feed=SimpleNamespace(notices=nobody, forget=nobody.forget), gather=nobody,
         drilling=nobody, entrance=nobody, liveness=nobody, stores=nobody, now_s=lambda: 0.0,
         _pool=lambda name: SimpleNamespace(notice_s=30.0),

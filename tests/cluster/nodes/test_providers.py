@@ -150,6 +150,54 @@ def test_a_node_that_is_about_to_be_taken_is_not_given_out_again(
     assert asked("Ray drains the other one") == [RequestFailed]
 
 
+def test_a_quarantined_node_is_given_after_all_others_and_not_before_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    nodes = ClusterNodes((Pool("spot", "CPU", 1, "spot", max_nodes=3),))
+    alive = {name: ray_node(name) for name in "abcd"}
+    assert [e.node.node_id for e in nodes.news(alive) if isinstance(e, NodeReady)] == [
+        "spot-a", "spot-b", "spot-c",
+    ]  # fmt: skip
+
+    def given(request_id: str, *, there: str = "abcd") -> list[str]:
+        nodes.request("spot", 1, request_id)
+        found = nodes.news({name: alive[name] for name in there})
+        return [e.node.node_id if isinstance(e, NodeReady) else e.reason for e in found]  # type: ignore[union-attr]
+
+    for name, out_s in (("spot-a", 300.0), ("spot-b", 0.0)):
+        nodes.quarantine(name, out_s)
+        nodes.release(name)
+    assert given("never asked for before", there="abcd") == ["spot-d"]
+    nodes.release("spot-c")
+    assert given("released, and nothing known against it") == ["spot-c"]
+    assert given("its time is over") == ["spot-b"]
+    nodes.lost("spot-c")
+    (why,) = given("none is left", there="abd")
+    assert why == (
+        "no capacity: all that the cluster has of it are in use (2); 1 node of it quarantined, the "
+        "first one for another 5:00"
+    )
+    now_s[0] += 301.0
+    assert given("and after its time", there="abd") == ["spot-a"]
+
+
+def test_a_quarantined_node_that_was_lost_is_not_taken_for_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    nodes = ClusterNodes((Pool("spot", "CPU", 1, "spot", max_nodes=2),))
+    alive = {"a": ray_node("a")}
+    nodes.news(alive)
+    nodes.quarantine("spot-a", 300.0)
+    nodes.lost("spot-a")
+    assert nodes.news({}) == [] and nodes.news(alive) == []
+    now_s[0] += 301.0
+    assert [type(event) for event in nodes.news(alive)] == [NodeReady]
+
+
 class FakeCluster:
     def __init__(self) -> None:
         self.orders: list[NodeOrder] = []

@@ -25,6 +25,7 @@ class Quiet(RayBackend):
     def __init__(self) -> None:
         self.clock_s, self.n_rounds, self.n_steps, self.waits_s = 0.0, 0, 0, [0.0]
         self._early, self._closed, self._plan, self._pacing = [], False, PLAN, Pacing()
+        self.inbox: Any = SimpleNamespace(written=lambda **_: None)
         quiet: Any = SimpleNamespace
         self.drilling = quiet(die=False, at_step=lambda *_: [])
         self.survey, self.copies = (

@@ -103,6 +103,73 @@ def test_a_connection_that_may_come_back_says_nothing_yet(monkeypatch: pytest.Mo
     assert worker_group.collect(0.0) == [] and worker_group.workers() == [ME]
 
 
+class Ordered:
+    """An actor: `order.remote` gives a call, which `ray.get` answers as the test says."""
+
+    def __init__(self, *calls: str) -> None:
+        self.given: list[Any] = []
+        left = list(calls)
+
+        def remote(epoch: int, order: Any) -> str:
+            self.given.append(order)
+            return left.pop(0)
+
+        self.order = SimpleNamespace(remote=remote)
+
+
+def group_of(monkeypatch: pytest.MonkeyPatch, answers: dict[str, RayError]) -> WorkerGroup:
+    """Calls without an answer here are done."""
+
+    def get(ref: Any) -> Any:
+        if ref in answers:
+            raise answers[ref]
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
+    monkeypatch.setattr(worker_group_module, "kill", lambda actor: None)
+    return WorkerGroup(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=True)
+
+
+def test_the_late_error_of_an_order_to_a_killed_worker_leaves_its_successor_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forgotten without being killed, that one would hold its GPU for ever."""
+    group = group_of(monkeypatch, {"to the first": ActorDiedError()})
+    group._join(ME, _Member(Ordered("to the first"), "", 1))
+    assert group.order(ME, "enter")
+    group.end([ME])
+    assert group.workers() == []
+    group._join(ME, _Member(Ordered("to the second"), "", 2))
+    assert group.order(ME, "prepare")
+    assert group.collect(0.0) == []
+    assert group.workers() == [ME] and group.actor(ME).given == ["prepare"]
+
+
+def test_an_error_that_comes_in_the_same_round_as_the_end_of_its_worker_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    died = {"poll": ActorDiedError(), "a": ActorDiedError(), "b": ActorDiedError()}
+    group = group_of(monkeypatch, dict(died))
+    group._join(ME, _Member(Ordered("a", "b"), "", 1, poll="poll", pid=7))
+    assert group.order(ME, "enter") and group.order(ME, "save")
+    (broken,) = group.collect(0.0)
+    assert isinstance(broken, BrokenWorker) and (broken.kind, broken.pid) == ("process", 7)
+    assert group.workers() == []
+
+
+def test_an_order_that_a_broken_connection_may_have_lost_is_given_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    away = ActorUnavailableError("unavailable", actor_id=None)
+    group = group_of(monkeypatch, {"first": away, "second": away})
+    actor = Ordered("first", "second", "third")
+    group._join(ME, _Member(actor, "", 1))
+    assert group.order(ME, "enter")
+    for n in (2, 3, 3, 3):  # the third has arrived
+        assert group.collect(0.0) == [] and group.workers() == [ME]
+        assert actor.given == ["enter"] * n
+
+
 class Found:
     """An actor that a new driver finds; `worker_info.remote` gives what it will answer."""
 

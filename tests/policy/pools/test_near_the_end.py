@@ -11,7 +11,7 @@ from support.policy.story import MODEL, Story, job, orders
 from elastic.policy.decide import decide
 from elastic.policy.pools.node_orders import capacity
 from elastic.policy.speed import relayout, share_rebalance
-from elastic.policy.state.fold import PoolSeen, State
+from elastic.policy.state.fold import PoolSeen, Request, State
 from elastic.types import (
     Decision,
     Job,
@@ -20,6 +20,7 @@ from elastic.types import (
     NodeLost,
     NodePrepared,
     NodeReady,
+    Notice,
     Plan,
     Pool,
     ReleaseNode,
@@ -235,3 +236,51 @@ def test_beside_such_a_node_shares_and_layout_follow_the_speeds(
     monkeypatch.setattr(module, looked_at, lambda state, now_s: moved)
     decision = decide(told.state, told.now_s)
     assert orders(decision, SetShares) and "too late" in decision.reason
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_node_that_is_not_taken_in_any_more_is_released(flag: bool) -> None:
+    told = late_node(releases_late=flag)
+    found = [told.nodes("c"), told.tick(after_s=1)]
+    assert [name for decision in found for name in released(decision)] == (["c"] if flag else [])
+    told.tick(NodeLost("c", "released"))
+    assert not orders(told.tick(after_s=1), RequestNodes), "and not asked for again"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": 10},
+        # another one would be asked for, whatever is left of the run
+        {"history": {"spot": PoolSeen(start_s=30.0)}},
+        {"pools": (replace(SPOT, name="spot", market_type="owned"),)},
+        {"requests": {"r": Request("r", "spot", 1, 0.0)}},
+    ],
+    ids=["it will be", "it starts fast", "it is one's own", "another one may come"],
+)
+def test_one_that_may_be_of_use_stays(changes: dict[str, Any]) -> None:
+    told = late_node()
+    told.tick(NodeReady(Node("c", "spot")))
+    told.state = replace(told.state, **changes)
+    found = [told.tick(NodePrepared("c")), told.tick(after_s=1)]
+    assert not any(released(decision) for decision in found)
+
+
+def test_one_that_is_to_stand_in_for_a_node_with_a_notice_stays() -> None:
+    told = late_node()
+    told.tick(Notice("b", told.now_s + 500.0))
+    found = [told.nodes("c"), told.tick(after_s=1)]
+    assert not any(released(decision) for decision in found)
+
+
+def late_node(**changes: Any) -> Story:
+    """Two train, and have three steps to go; nodes take three minutes to start."""
+    told = Story()
+    told.running("a", "b")
+    told.steps(97, step_time_s=1.0)
+    known = {
+        "weighs_rest": True, "releases_late": True, "pauses_s": (15.0,), "requests": {},
+        "history": {"spot": PoolSeen(start_s=180.0)},
+    } | changes  # fmt: skip
+    told.state = replace(told.state, **known)
+    return told
