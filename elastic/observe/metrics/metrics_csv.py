@@ -23,6 +23,8 @@ class MetricsCsv:
 
     def __init__(self, folder: Path) -> None:
         self._storage, self._path = LocalStorage(folder), folder / CSV
+        self._end = 0
+        self.last: Row | None = None
         self._open()
 
     def add(self, rows: Sequence[Row]) -> None:
