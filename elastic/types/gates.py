@@ -109,6 +109,9 @@ class Gates:
     # the on-demand pools say no, are too dear or miss the deadline alone, else whenever the job can
     # use more
     spares_last: bool = False
+    # of checkpoints of one validation loss that of the step which was validated is the best, else
+    # the newest
+    keeps_validated: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))
