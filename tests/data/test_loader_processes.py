@@ -219,7 +219,7 @@ class OfAScript:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         with self.lock:
             self.file.seek(index)
-            time.sleep(0.0005)
+            time.sleep(0.0005)  # sleeps: another reader may move the place meanwhile
             byte = self.file.read(1)[0]
         if index == 77:
             raise OSError("disk on fire")
