@@ -284,7 +284,7 @@ def _samples_of(sampler: Any) -> int | None:
     """How many there are for it to choose from; None: it does not say."""
     if isinstance(sampler, SubsetRandomSampler):
         return len(sampler.indices)
-    of = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+    of: Any = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
     return len(of) if hasattr(of, "__len__") else None
 
 
