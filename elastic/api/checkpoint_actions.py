@@ -102,9 +102,11 @@ def export(
 ) -> dict[str, Any]:
     """The weights of a checkpoint (None: the newest; `best`: of the least validation loss) as
     safetensors in the folder `to`, with what the run has kept to stand beside them (config.json, a
-    tokenizer). `job`: the folder of its job, whose program says what that is; then adapters alone,
-    or `merged` into the weights. `weights`: the type that they are written in ('bfloat16', 'int8',
-    'float8'). Raises SpecError."""
+    tokenizer); of a script with a model of peft its adapter alone, as peft has it. `job`: the
+    folder of its job, whose program says what that is; then adapters alone, or `merged` into the
+    weights. `weights`: the type that they are written in ('bfloat16', 'int8', 'float8'). Raises
+    SpecError."""
+    from elastic.models.lora import ADAPTER_NAMES
     from elastic.models.weight_types import with_config
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
     from elastic.worker.program.job_program import with_frozen
@@ -119,6 +121,11 @@ def export(
                 "to"
             )
         specs, beside = _specs_of(run), RunFolder.of(run).files()
+        if weights and ADAPTER_NAMES in beside:
+            raise SpecError(
+                f"--weights {weights}: the run trains an adapter of peft, which is written as it "
+                "is; leave it out"
+            )
         if weights:
             beside = with_config(weights, beside)
         return checkpoints.export(

@@ -103,12 +103,19 @@ def _namesakes(spec: ClusterSpec, file: Path) -> list[Problem]:
 
 def _mounts(spec: ClusterSpec, file: Path) -> Iterator[Problem]:
     """What `ray up` would copy to the nodes and does not find, or the nodes would not find in it.
-    Ray looks from the folder in which it is started. Of a home folder (`~`) nothing is known: it
-    may be another's."""
+    Ray looks from the folder in which it is started. Of a home folder (`~`), which may be
+    another's, the token alone is looked for: every user needs one."""
     mounts = spec.data.get("file_mounts")
     for there, here in mounts.items() if isinstance(mounts, Mapping) else ():
         source, place = Path(str(here)), ("file_mounts", str(there))
         if str(here).startswith("~"):
+            if source.name == "auth_token" and not source.expanduser().exists():
+                yield Problem(
+                    place,
+                    f"{here} is not there: `ray up` fails",
+                    "`ray get-auth-token --generate` makes it, once",
+                    True,
+                )
             continue
         if not source.exists():
             if at := next((at for at in file.resolve().parents if (at / source).exists()), None):

@@ -1,5 +1,5 @@
-"""Loader processes: each opens the job's data for itself, and reads the batches that it is asked
-for.
+"""Loader processes: each opens the job's data for itself, or is a copy of the worker that has the
+dataset of a script, and reads the batches that it is asked for.
 
 A process ends when its parent does: its pipe then has no other end. `python -m
 elastic.data.loader_processes FD` is the process.
@@ -7,30 +7,47 @@ elastic.data.loader_processes FD` is the process.
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import pickle
 import signal
+import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
+from elastic.data import sample_draws
 from elastic.data.batches import Unread, collated, stack_arrays
 from elastic.data.budget import Microbatch
 from elastic.data.sample_draws import SampleDraws
-from elastic.errors import ProgramError
 from elastic.types import Job
 
 GOODBYE_S = 2.0
 LOOK_S = 1.0
+POLL_S = 0.005
 
 
 class LoaderLost(OSError):
     """A loader process is gone. What it was reading is not: another one reads it."""
+
+
+class ReaderProcess(Protocol):
+    """What a reader asks of a subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
 
 
 class Reader:
@@ -41,7 +58,7 @@ class Reader:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ReaderProcess | None = None
         self._pipe: Connection | None = None
         self._closed = False
         self._start()
@@ -83,19 +100,22 @@ class Reader:
 
     def _start(self) -> None:
         ours, theirs = Pipe()
+        self._process = self._started(theirs)
+        theirs.close()
+        ours.send_bytes(pickle.dumps(self._job, 5))
+        self._pipe = ours
+
+    def _started(self, pipe: Connection) -> ReaderProcess:
         paths = [path for path in sys.path if path]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        command = [sys.executable, "-m", "elastic.data.loader_processes", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment
+        command = [sys.executable, "-m", "elastic.data.loader_processes", str(pipe.fileno())]
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(pipe.fileno(),), env=environment
         )
-        theirs.close()
-        ours.send_bytes(pickle.dumps(self._job, 5))
-        self._pipe = ours
 
     def _told(self) -> str:
         """What became of the process."""
@@ -121,27 +141,71 @@ class Reader:
         return f"loader process {pid} {how} while it read a batch{more}"
 
 
+class CopiedReader(Reader):
+    """One that is a copy of this process, with a dataset that no other process could make: a
+    script's."""
+
+    def __init__(self, job: Job, dataset: Any) -> None:
+        self._dataset = dataset
+        super().__init__(job)
+
+    def _started(self, pipe: Connection) -> ReaderProcess:
+        return CopiedProcess(partial(_serve_copied, pipe, self._dataset, os.getpid()))
+
+
+class CopiedProcess:
+    """A copy of this process (fork), as those of a DataLoader of torch are. `run` never returns."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else it would be printed twice
+        self._lock = threading.Lock()
+        self._code: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            run()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self._code is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    self._code = os.waitstatus_to_exitcode(status) if pid else None
+                except ChildProcessError:  # somebody else has asked for all children
+                    self._code = 1
+            return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        until_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until_s is not None and time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired("a loader process", timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class Readers:
     """`n` loader processes for one worker, over all its generations."""
 
-    def __init__(self, job: Job, n: int) -> None:
-        self.each = tuple(Reader(job) for _ in range(n))
+    def __init__(self, job: Job, n: int, start: Callable[[Job], Reader] = Reader) -> None:
+        self.each = tuple(start(job) for _ in range(n))
 
     def close(self) -> None:
         for reader in self.each:
             reader.close()
 
 
-def readers_of(job: Job) -> Readers | None:
-    """As many as the job asks for; None = the worker reads for itself. Raises ProgramError where no
-    other process can."""
+def readers_of(job: Job, dataset: Any) -> Readers | None:
+    """As many as the job asks for; None = the worker reads for itself. `dataset`: that the worker
+    has opened."""
     n = job.data.loader_workers
-    if n and job.script and not job.data.train:
-        raise ProgramError(
-            "data.loader_workers: the dataset stands in the script, which other processes do not "
-            "run; take 0, or data.train"
-        )
     keep = Job(folder=job.folder, program=job.program, seed=job.seed, data=job.data)
+    if n and job.script and not job.data.train:
+        return Readers(keep, n, partial(CopiedReader, dataset=dataset))
     return Readers(keep, n) if n else None
 
 
@@ -177,11 +241,11 @@ def _collate(items: list[Any]) -> dict[str, Any]:
     return found
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, opened: Callable[[Job], Any] = _dataset) -> None:
     job = pickle.loads(pipe.recv_bytes())
     dataset, problem, draws = None, Unread(None, ""), SampleDraws(job.seed)
     try:
-        dataset = _dataset(job)
+        dataset = opened(job)
     except Exception as error:  # noqa: BLE001 - a boundary: the answer to whatever is asked for
         problem = Unread.of(None, error)
     while True:
@@ -203,13 +267,53 @@ def _leave_with(parent: int) -> None:
             os._exit(0)
 
 
-def main(fd: int) -> None:
+def _serve_until_left(serve: Callable[[], None], parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
-    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     try:
-        _serve(Connection(fd))
+        serve()
     except (EOFError, OSError):
         os._exit(0)  # the parent is gone, or is done
+
+
+def _serve_copied(pipe: Connection, dataset: Any, parent: int) -> None:
+    """In a copy of the process `parent`, of whose threads this one alone is there."""
+    try:
+        gc.freeze()  # what the parent has left behind is not ended here
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        _take_files(pipe.fileno())
+        sample_draws.ONE_READS = threading.RLock()
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
+        _serve_until_left(partial(_serve, pipe, lambda job: dataset), parent)
+    except BaseException:  # noqa: BLE001 - a boundary: what follows in the stack is the parent's
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _take_files(keep: int) -> None:
+    """Sockets and pipes stay the parent's, and end with it: here they are empty files, but for
+    `keep` and what is printed. What is open for reading is read from a place of its own."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        with suppress(OSError):  # that of the list is closed
+            mode, flags = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
+            at = None
+            if stat.S_ISREG(mode) and not flags & (os.O_WRONLY | os.O_RDWR):
+                other, at = os.open(f"/proc/self/fd/{fd}", flags), os.lseek(fd, 0, os.SEEK_CUR)
+            elif (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)) and fd > 2 and fd != keep:
+                other = os.open(os.devnull, os.O_RDWR)
+            else:
+                continue
+            if at is not None:
+                os.lseek(other, at, os.SEEK_SET)
+            os.dup2(other, fd, inheritable=False)
+            os.close(other)
+
+
+def main(fd: int) -> None:
+    _serve_until_left(partial(_serve, Connection(fd)), os.getppid())
 
 
 if __name__ == "__main__":

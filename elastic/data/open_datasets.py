@@ -21,7 +21,7 @@ from elastic.data.sources.parquet import Rows
 from elastic.data.sources.records import Columns, HuggingFace, Jsonl, Parquet, Records
 from elastic.data.sources.text_folder import split_files
 from elastic.data.sources.tokenizers import tokenizer_of
-from elastic.data.streams import Stream, check_shuffles, is_stream
+from elastic.data.streams import Stream, check_shuffles, has_items, is_stream, refuse_loader
 from elastic.errors import SpecError
 from elastic.program import Program, drawing
 from elastic.storage import open_storage
@@ -50,6 +50,7 @@ def dataset_of(program: Program, job: Job) -> Any:
         what = f"{program.of}dataset"
         with drawing(job.seed):  # an order, a split: each rank and each loader process opens it
             dataset = program.dataset()
+        refuse_loader(dataset, what)
         streams = is_stream(dataset) and not _is_map(dataset)
         if streams:
             check_shuffles(dataset, what)
@@ -113,18 +114,19 @@ class PhaseData:
 
 def _is_map(dataset: Any) -> bool:
     try:
-        return len(dataset) >= 0 and hasattr(dataset, "__getitem__")
+        return len(dataset) >= 0 and has_items(dataset)
     except (TypeError, NotImplementedError):
         return False
 
 
 def checked(dataset: Any, what: str) -> Any:
     """The dataset, when it is map-style and not empty. Raises SpecError that begins with `what`."""
+    refuse_loader(dataset, what)
     kind = type(dataset).__name__
-    if not hasattr(dataset, "__getitem__"):
+    if not has_items(dataset):
         raise SpecError(
             f"{what}: a {kind} has no [sample id]; a dataset is map-style: len() and [sample id] "
-            "-> dict of tensors"
+            "-> dict of tensors; or, to train on, a stream: state_dict() and load_state_dict()"
         )
     try:
         n_samples = len(dataset)

@@ -39,6 +39,25 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
+def has_items(dataset: Any) -> bool:
+    """Has it [sample id]? An IterableDataset of torch has that of its base, which only raises."""
+    found = getattr(dataset, "__getitem__", None)
+    base = getattr(found, "__qualname__", "") == "Dataset.__getitem__"
+    of_torch = getattr(found, "__module__", "") == "torch.utils.data.dataset"
+    return found is not None and not (base and of_torch)
+
+
+def refuse_loader(dataset: Any, what: str) -> None:
+    """Raises SpecError for a DataLoader of torch, also one with a state: its batches are none
+    here."""
+    kinds = ((kind.__module__, kind.__name__) for kind in type(dataset).__mro__)
+    if ("torch.utils.data.dataloader", "DataLoader") in kinds:
+        raise SpecError(
+            f"{what}: it is a {type(dataset).__name__}; give its dataset: order, batches and "
+            "reading ahead are elastic's"
+        )
+
+
 def check_shuffles(source: Any, what: str) -> None:
     """Raises SpecError for a stream of the library `datasets` that is shuffled in a buffer, which
     its state does not hold, or mixed without a seed. The library has no public name for either."""

@@ -18,6 +18,7 @@ packed ones (0 at the first token of each document) documents do not see each ot
 from __future__ import annotations
 
 import copy
+import json
 import math
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from elastic.models.attention import wanted
 from elastic.models.blocks import blocks_of
 from elastic.models.hf_sequence import documents_of, follow_layout, why_whole
 from elastic.models.hf_stages import fill_plain_buffers, passes_through, stage_factory
+from elastic.models.lora import ADAPTER_NAMES, peft_name
 from elastic.program import Program, Weights
 
 if TYPE_CHECKING:
@@ -240,11 +242,43 @@ def folder_files(config: PreTrainedConfig, architecture: str, source: Any) -> di
 
 def files_of(model: nn.Module, *beside: Any) -> Callable[[], dict[str, bytes]] | None:
     """`Program.files` of a model that a script has made, whose weights are exported as it names
-    them; `beside`: its tokenizer or processor. None where it is no model of transformers."""
+    them, or of an adapter of peft, which is exported alone; `beside`: its tokenizer or processor.
+    None where it is no model of transformers or peft."""
+    if "peft" in sys.modules and getattr(model, "peft_config", None):
+        return lambda: _saved_adapter(model, beside)
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
     return lambda: _saved(model, beside)
+
+
+def _saved_adapter(model: Any, beside: Iterable[Any]) -> dict[str, bytes]:
+    """adapter_config.json, and ADAPTER_NAMES. Raises SpecError where a file of peft would not hold
+    all that is trained."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    active = model.active_adapters if isinstance(model, PeftModel) else model.active_adapters()
+    if len(active) != 1:
+        raise SpecError(f"of peft's adapters {', '.join(active)} one has to be active, not all")
+    state = model.state_dict()
+    named = {id(tensor): name for name, tensor in state.items()}
+    # beside a model that it was added to, transformers' add_adapter
+    begin = "" if isinstance(model, PeftModel) else peft_name("")
+    names = {}
+    for name, tensor in get_peft_model_state_dict(model, state, active[0]).items():
+        if id(tensor) not in named:
+            raise SpecError(f"peft makes '{name}' of several tensors of the model as it saves it")
+        names[begin + name] = named[id(tensor)]
+    saved = {state[name].data_ptr() for name in names.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.data_ptr() not in saved:
+            raise SpecError(
+                f"'{name}' is trained too, and peft saves the adapter alone: name its module in "
+                "modules_to_save, or freeze it"
+            )
+    config = copy.deepcopy(model.peft_config[active[0]])
+    config.inference_mode = True
+    return {**_files_by(config, *beside), ADAPTER_NAMES: json.dumps(names).encode()}
 
 
 def _saved(model: Any, beside: Iterable[Any]) -> dict[str, bytes]:
@@ -257,8 +291,13 @@ def _saved(model: Any, beside: Iterable[Any]) -> dict[str, bytes]:
         )
     config.architectures, config.dtype = [type(model).__name__], model.dtype
     generation = model.generation_config if model.can_generate() else None
+    return _files_by(config, generation, *beside)
+
+
+def _files_by(*parts: Any) -> dict[str, bytes]:
+    """What their save_pretrained writes, by paths."""
     with tempfile.TemporaryDirectory() as folder:
-        for part in (config, generation, *beside):
+        for part in parts:
             if part is not None:
                 part.save_pretrained(folder)
         files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]

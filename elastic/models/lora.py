@@ -230,6 +230,10 @@ def _weights(weights: Weights) -> Weights:
 
 # ------------------------------------------------------------------------------------ peft's folder
 
+ADAPTER_FILE = "adapter_model.safetensors"
+# kept with a run whose script has a model of peft: {name in that file: name in the model}
+ADAPTER_NAMES = "adapter_names.json"
+
 
 def peft_name(name: str) -> str:
     """A parameter's name in an adapter folder of peft."""

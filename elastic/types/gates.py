@@ -120,6 +120,9 @@ class Gates:
     # nodes that are prepared so late that the pause which takes them in would not pay are released,
     # else they are kept to the end
     releases_late: bool = False
+    # of checkpoints of one validation loss that of the step which was validated is the best, else
+    # the newest
+    keeps_validated: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

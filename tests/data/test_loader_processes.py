@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,17 @@ from support.child import child
 from support.places import PROGRAMS, ROOT
 from support.waiting import is_waiting, once_waiting, until
 
+from elastic.data.batches import Unread
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader, ReadAhead
 from elastic.data.loader_processes import LoaderLost, Reader, Readers, readers_of
 from elastic.data.open_datasets import dataset_of
 from elastic.data.order import sample_ids
+from elastic.data.sample_draws import SampleDraws
 from elastic.errors import ProgramError
 from elastic.program import Program
 from elastic.types import Job
+from elastic.worker.parallel.keyed_draws import from_another
 
 READ = PROGRAMS / "tiny_read.py"
 PLAIN = Program(
@@ -67,7 +72,7 @@ def test_the_same_batches_as_without(
     """Two generations with other shares over the same processes: what each step reads is a function
     of the step."""
     dataset = dataset_of(PLAIN, Job.from_plain(text_job))
-    readers = readers_of(Job.from_plain(text_job))
+    readers = readers_of(Job.from_plain(text_job), dataset)
     assert readers is not None and len(readers.each) == 2
     started.append(readers)
     pids = [reader.pid for reader in readers.each]
@@ -109,7 +114,7 @@ def test_a_killed_process_is_told_and_replaced(
 ) -> None:
     monkeypatch.setenv("ELASTIC_TEST_READ", str(tmp_path))
     (tmp_path / "half").touch()
-    readers = readers_of(Job.from_plain(read_job(tmp_path)))
+    readers = readers_of(Job.from_plain(read_job(tmp_path)), None)
     assert readers is not None
     started.append(readers)
     loader = Loader(None, lambda step: [Microbatch([step])], 5, readers=readers)
@@ -197,10 +202,120 @@ def test_close_frees_a_take_that_waits_for_a_process_that_hangs(
     until(lambda: not alive(pid), "the end of the process")
 
 
-def test_jobs_without_and_jobs_that_cannot(tmp_path: Path) -> None:
-    assert readers_of(Job.from_plain({"data": {}})) is None and readers_of(Job()) is None
-    with pytest.raises(ProgramError, match="the dataset stands in the script"):
-        readers_of(Job.from_plain({**read_job(tmp_path), "script": "train.py"}))
+def test_jobs_that_ask_for_none() -> None:
+    assert readers_of(Job.from_plain({"data": {}}), None) is None and readers_of(Job(), []) is None
+
+
+class OfAScript:
+    """What no other process could make: it reads a file that is open, and keeps a lock."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(range(200)) * 10)
+        self.file, self.lock = path.open("rb", buffering=0), threading.Lock()
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        with self.lock:
+            self.file.seek(index)
+            time.sleep(0.0005)  # sleeps: another reader may move the place meanwhile
+            byte = self.file.read(1)[0]
+        if index == 77:
+            raise OSError("disk on fire")
+        return {"at": torch.tensor(byte), "drawn": torch.rand(2), "by": torch.tensor(os.getpid())}
+
+
+@pytest.fixture
+def of_a_script(tmp_path: Path) -> Iterator[OfAScript]:
+    dataset = OfAScript(tmp_path / "bytes")
+    with dataset.file:
+        yield dataset
+
+
+def of_script(n: int = 2) -> Job:
+    return Job.from_plain({"script": "train.py", "seed": 5, "data": {"loader_workers": n}})
+
+
+def test_copies_of_a_worker_read_what_its_script_has_made(
+    of_a_script: OfAScript, started: list[Readers | Loader]
+) -> None:
+    """The same as the worker reads itself, who reads on meanwhile; each at its own place of the
+    open file."""
+    dataset, job = of_a_script, of_script()
+    readers = readers_of(job, dataset)
+    assert readers is not None
+    started.append(readers)
+
+    def parts(step: int) -> list[Microbatch]:
+        return [Microbatch([(7 * step + 13 * i) % 200 + 300 for i in range(6)])]
+
+    draws = SampleDraws(job.seed)
+    plain = Loader(dataset, parts, 0, draws=SampleDraws(job.seed, from_another))
+    copied = Loader(dataset, parts, 0, readers=readers)
+    started += [plain, copied]
+    by = set[int]()
+    for step in range(12):
+        one, two = (loader.take(step)[0][0] for loader in (copied, plain))
+        assert torch.equal(one["at"], torch.tensor([i % 200 for i in parts(step)[0].ids]))
+        assert torch.equal(one["at"], two["at"]) and torch.equal(one["drawn"], two["drawn"])
+        by |= set(one["by"].tolist())
+    assert draws.draws(dataset) and by == {reader.pid for reader in readers.each}
+    assert os.getpid() not in by
+
+
+def test_a_copy_that_is_killed_is_told_and_replaced(
+    of_a_script: OfAScript, started: list[Readers | Loader]
+) -> None:
+    readers = readers_of(of_script(1), of_a_script)
+    assert readers is not None
+    started.append(readers)
+    (reader,), part = readers.each, [Microbatch([3])]
+    before = reader.pid
+    assert reader.load(part, 0)[0]["at"].tolist() == [3]
+    os.kill(before, signal.SIGKILL)
+    with pytest.raises(LoaderLost, match=rf"loader process {before} was killed by SIGKILL while"):
+        reader.load(part, 0)
+    assert reader.load(part, 0)[0]["at"].tolist() == [3] and reader.pid != before
+    with pytest.raises(Unread, match="disk on fire"):
+        reader.load([Microbatch([77])], 0)
+    readers.close()
+    assert not alive(reader.pid) and not alive(before)
+
+
+def test_a_copy_holds_no_connection_of_its_parent(
+    of_a_script: OfAScript, started: list[Readers | Loader]
+) -> None:
+    """Who waits for the end of the parent would wait for that of the copy."""
+    ours, theirs = socket.socketpair()
+    readers = readers_of(of_script(1), of_a_script)
+    assert readers is not None
+    started.append(readers)
+    assert readers.each[0].load([Microbatch([1])], 0)
+    ours.close()
+    theirs.settimeout(30.0)
+    assert theirs.recv(1) == b""
+    theirs.close()
+
+
+@pytest.mark.slow
+def test_no_copy_outlives_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from elastic.data.loader_processes import *\n"
+        "class Hangs:\n    def __getitem__(self, i): print(os.getpid(), flush=True); time.sleep(999)"
+        "\n    def __len__(self): return 9\n"
+        "readers = Readers(Job(), 1, partial(CopiedReader, dataset=Hangs()))\n"
+        "readers.each[0].load([Microbatch([1])], 0)"
+    )
+    with child(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as parent:  # fmt: skip
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert pid != parent.pid and alive(pid)
+        parent.send_signal(signal.SIGKILL)
+    until(lambda: not alive(pid), "the end of the copy")
 
 
 class Large:

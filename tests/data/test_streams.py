@@ -6,16 +6,18 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from elastic.data import sample_draws
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader
-from elastic.data.open_datasets import dataset_of
+from elastic.data.open_datasets import dataset_of, validation_of
 from elastic.data.sample_draws import SampleDraws
 from elastic.data.streams import N_POSITIONS, Stream, with_stream
 from elastic.errors import ProgramError, SpecError
@@ -254,6 +256,61 @@ def test_what_cannot_be() -> None:
     assert with_stream(plain, [1, 2], Job()) is plain
     stream = opened()
     assert with_stream(plain, stream, Job()).extra_state == {"dataset": stream}
+
+
+class Counted(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Of torch, it says how many items there are; none has a number."""
+
+    def __init__(self) -> None:
+        self.letters = Letters()
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return iter(self.letters)
+
+
+class Resumed(Counted):
+    def state_dict(self) -> dict[str, int]:
+        return self.letters.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.letters.load_state_dict(state)
+
+
+class Loaded(torch.utils.data.DataLoader):  # type: ignore[type-arg]
+    """As torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_an_iterable_dataset_that_has_a_length_is_a_stream_or_refused() -> None:
+    job = Job.from_plain({"global_batch": BATCH})
+    found = dataset_of(program_of(Resumed), job)
+    assert isinstance(found, Stream) and read(found, 0, slice(0, 4)) == [0, 1, 2, 3]
+    with pytest.raises(
+        SpecError, match=r"dataset: a Counted has no \[sample id\]; a dataset is map"
+    ):
+        dataset_of(program_of(Counted), job)
+    both = replace(program_of(Resumed), validation=Resumed)
+    with pytest.raises(SpecError, match=r"validation: a Resumed has no \[sample id\]"):
+        validation_of(both, job)
+
+
+@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, Loaded])
+def test_a_data_loader_is_no_dataset(kind: Any) -> None:
+    for data in (TensorDataset(torch.ones(8, 2)), Resumed()):
+        program = program_of(lambda data=data: kind(data, batch_size=4))
+        with pytest.raises(SpecError, match=rf"dataset: it is a {kind.__name__}; give its dataset"):
+            dataset_of(program, Job.from_plain({"global_batch": BATCH}))
+        program = replace(program, validation=program.dataset)
+        with pytest.raises(SpecError, match=rf"validation: it is a {kind.__name__}; give its data"):
+            validation_of(program, Job())
 
 
 def rows(shard: list[int]) -> Iterator[dict[str, int]]:

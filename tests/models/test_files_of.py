@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,15 @@ import torch
 from safetensors.torch import save_file
 from support.worker.exported import transformers_model
 
+from elastic.api.checkpoint_actions import export
 from elastic.api.running.run import JobRun
 from elastic.errors import SpecError
 from elastic.ledger.run_folder import RunFolder
 from elastic.models.huggingface import files_of
 from elastic.storage import open_storage
+from elastic.worker.checkpoint.checkpoint_verbs import ImportRequest, import_state
 from elastic.worker.loop.loop import loop
+from elastic.worker.program.model_profile import trace
 
 transformers = pytest.importorskip(
     "transformers", reason="the models are of transformers (it is in the extra 'test')"
@@ -73,6 +77,72 @@ def test_a_model_whose_weights_would_get_other_names_is_refused() -> None:
     assert files is not None
     with pytest.raises(SpecError, match=r"rename 'model.block_sparse_moe.gate.weight' while"):
         files()
+
+
+# peft asks transformers so
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "use_dora": True},
+        {"target_modules": ["down_proj"], "added": True},
+    ],
+)
+def test_an_adapter_of_peft_is_exported_as_peft_has_it(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """In a loop, and so in a prepared Trainer."""
+    peft = pytest.importorskip("peft", reason="it is in the extra 'test'")
+    torch.manual_seed(1)
+    base, added = model_of("Llama", tie_word_embeddings=False), more.pop("added", False)
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, lora_alpha=8, **more)
+    if added:
+        base.add_adapter(config)
+    model = base if added else peft.get_peft_model(base, config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    program = loop(
+        model=model, optimizer=torch.optim.SGD(trained), dataset=[torch.zeros(2)]
+    )._program()
+    assert program.files is not None
+    run = open_storage(str(tmp_path / "run"))
+    RunFolder.of(run).keep_files(program.files())
+    with torch.no_grad():  # as training has changed it
+        for parameter in trained:
+            parameter.normal_(0.0, 0.3)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    save_file(weights, tmp_path / "all.safetensors")
+    import_state(
+        str(tmp_path / "all.safetensors"),
+        run,
+        ImportRequest(trace(replace(program, extra_state={})), 3),
+    )
+
+    done = export(run, None, str(tmp_path / "out"))
+    assert sorted(done["files"]) == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded = peft.PeftModel.from_pretrained(transformers_model(tmp_path / "base"), tmp_path / "out")
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        found, want = loaded.eval()(ids).logits, model.eval()(ids).logits
+        assert not torch.allclose(want, transformers_model(tmp_path / "base")(ids).logits)
+    torch.testing.assert_close(found, want)
+    with pytest.raises(SpecError, match="--weights bfloat16: the run trains an adapter of peft"):
+        export(run, None, str(tmp_path / "other"), weights="bfloat16")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_of_peft_beside_which_more_is_trained_is_told() -> None:
+    peft = pytest.importorskip("peft", reason="it is in the extra 'test'")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = peft.get_peft_model(model_of("Llama", tie_word_embeddings=False), config)
+    model.base_model.model.lm_head.requires_grad_(True)
+    files = files_of(model)
+    assert files is not None
+    with pytest.raises(SpecError, match=r"lm_head.weight' is trained too, .* in modules_to_save"):
+        files()
+    model.base_model.model.lm_head.requires_grad_(False)
+    assert set(files()) == {"adapter_config.json", "adapter_names.json"}
 
 
 def test_of_another_model_nothing_is_known() -> None:

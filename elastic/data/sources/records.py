@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,18 +27,16 @@ from elastic.errors import SpecError
 
 KEPT_BYTES = 256 << 20  # of decoded row groups or batches, the last used ones; one may be larger
 FILES_KEPT = 8  # open at once
-KINDS_OF = 100  # records whose numbers say what kind a column has
 NUMBERS = "biuf"  # kinds of dtypes
+KINDS = ("bool", "int64", "uint64", "float64")  # of what JSON holds
+NOT_INT64 = re.compile(rb"[0-9][.eE]|[0-9]{19}|NaN|Infinity")  # a line without has no such number
 INDEX = "index.npy"
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 Record = Mapping[str, Any]
 
 
 class Records:
-    """Map-style. `texts(name)` reads one field of all of them from the beginning to the end.
-    `typed`: the files say what kind of values a field has."""
-
-    typed = False
+    """Map-style. `texts(name)` reads one field of all of them from the beginning to the end."""
 
     def __init__(self, files: Files, cache: BlockCache | None = None) -> None:
         self.files, self._cache = files, cache
@@ -58,6 +57,11 @@ class Records:
 
     def texts(self, name: str) -> Iterator[Any]:
         raise NotImplementedError
+
+    def kinds(self, names: Sequence[str]) -> dict[str, np.dtype[Any]]:
+        """Of the numbers in these fields, of which every record has the same kind; none for a field
+        whose first value tells none."""
+        return _with_kinds({}, self.pick(0, names), names)
 
     def where(self, index: int) -> str:
         """File and row (or line) of a record, counted from 1, for errors."""
@@ -122,6 +126,31 @@ class Jsonl(Records):
                         f"{_listed(record)}"
                     )
                 yield record[name]
+
+    def kinds(self, names: Sequence[str]) -> dict[str, np.dtype[Any]]:
+        """The one kind that holds the numbers of all records; they are read once per node for
+        it."""
+        key = hashlib.sha256(json.dumps([*names]).encode()).hexdigest()[:16]
+
+        def build() -> NDArray[np.int64]:
+            found = self._all_kinds(names)
+            return np.asarray([KINDS.index(str(found[n])) if n in found else -1 for n in names])
+
+        numbers = self.built(f"kinds-{key}", build)
+        return {n: np.dtype(KINDS[at]) for n, at in zip(names, numbers, strict=True) if at >= 0}
+
+    def _all_kinds(self, names: Sequence[str]) -> dict[str, np.dtype[Any]]:
+        found: dict[str, np.dtype[Any]] = {}
+        for n in range(len(self.files)):
+            for number, line in self._each(n):
+                kinds = {str(found.get(name)) for name in names}
+                if kinds == {"float64"}:
+                    return found  # which holds all others
+                if kinds <= {"float64", "int64"} and not NOT_INT64.search(line):
+                    continue
+                place = f"{self.files.uri(n)}, line {number}"
+                found = _with_kinds(found, self._parsed(line, lambda place=place: place), names)
+        return found
 
     def where(self, index: int) -> str:
         n, start, _ = (int(value) for value in self.lines[index])
@@ -188,8 +217,6 @@ class _Tables(Records):
     Decoded pieces are kept up to KEPT_BYTES; `n_decoded` counts how many were decoded for single
     records.
     """
-
-    typed = True
 
     def __init__(self, files: Files, cache: BlockCache | None = None) -> None:
         super().__init__(files, cache)
@@ -426,9 +453,8 @@ def _line(error: Exception) -> str:
 
 
 class Columns:
-    """Records of numbers as samples: {column: array}. A column has one dtype, which the first
-    records say together. Raises SpecError that names the column that is no tensor, or of another
-    kind later.
+    """Records of numbers as samples: {column: array}. A column has one dtype, that all records say
+    together. Raises SpecError that names the column that is no tensor.
 
     The length of a sample is that of its first column of lists; all of them are read once per node
     for it.
@@ -451,9 +477,10 @@ class Columns:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         record = self.records.pick(index, self.columns)
+        found = {name: self._array(record, name, index) for name in self.columns}
         return {
-            name: self._of_kind(self._array(record, name, index), name, index)
-            for name in self.columns
+            name: array.astype(self._kinds.get(name, array.dtype), copy=False)
+            for name, array in found.items()
         }
 
     def length(self, index: int) -> int:
@@ -484,24 +511,7 @@ class Columns:
 
     @cached_property
     def _kinds(self) -> dict[str, np.dtype[Any]]:
-        found: dict[str, np.dtype[Any]] = {}
-        n = 1 if self.records.typed else KINDS_OF
-        for index in range(min(n, len(self))):
-            record = self.records.pick(index, self.columns)
-            for name in self.columns:
-                array = _numbers(record.get(name))
-                if array.size and array.dtype.kind in NUMBERS:  # an empty list is of floats
-                    found[name] = np.result_type(found.get(name, array.dtype), array.dtype)
-        return found
-
-    def _of_kind(self, found: NDArray[Any], name: str, index: int) -> NDArray[Any]:
-        kind = self._kinds.get(name, found.dtype)
-        if found.size and not np.can_cast(found.dtype, kind):
-            raise SpecError(
-                f"{self.records.where(index)}: '{name}' is of {found.dtype}, but of {kind} in the "
-                f"first {KINDS_OF} records; write one of those as such a number (1.0 for 1)"
-            )
-        return found.astype(kind, copy=False)
+        return self.records.kinds(self.columns)
 
     def _array(self, record: Record, name: str, index: int) -> NDArray[Any]:
         if name not in record:
@@ -516,6 +526,18 @@ class Columns:
                 "without it, or `text` and a tokenizer"
             )
         return found
+
+
+def _with_kinds(
+    found: Mapping[str, np.dtype[Any]], record: Record, names: Sequence[str]
+) -> dict[str, np.dtype[Any]]:
+    """The kinds that hold the numbers of this record too."""
+    kinds = dict(found)
+    for name in names:
+        array = _numbers(record.get(name))
+        if array.size and array.dtype.kind in NUMBERS:  # an empty list is of floats
+            kinds[name] = np.result_type(kinds.get(name, array.dtype), array.dtype)
+    return kinds
 
 
 def _numbers(value: Any) -> NDArray[Any]:

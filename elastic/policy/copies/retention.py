@@ -1,7 +1,8 @@
 """Which checkpoints stay, and what becomes of them: failed, damaged, removed.
 
 Job keys: keep_last (the newest n), keep_every (also those of steps that are a multiple), keep_best
-(also the n of the lowest validation_loss), storage_quota_gb (fewer, so that the next copy fits).
+(also the n of the lowest validation_loss, of equal ones those of validated steps first),
+storage_quota_gb (fewer, so that the next copy fits).
 The newest copy that is not known to be damaged stays always, and so does the one that the run
 resumes from. While results are compared (check_numbers_every), the newest from before the last
 comparison that found nothing stays too. While copies are read back (verify_copies), nothing is
@@ -86,13 +87,16 @@ def _by_rules(state: State) -> tuple[Sequence[Copy], Sequence[Copy], Sequence[Co
         for copy in copies
         if (at := bisect(steps, copy.step))
     }
+    own = state.validation if state.keeps_validated else ()
     finite = (copy for copy in copies if losses.get(copy.uri, math.inf) < math.inf)
-    scored = sorted(finite, key=lambda copy: (losses[copy.uri], -copy.step))
+    scored = sorted(finite, key=lambda c: (losses[c.uri], c.step not in own, -c.step))
     stepped = [copy for copy in copies if every and copy.step % every == 0]
     return copies[: max(1, state.job.keep_last)], scored[: state.job.keep_best], stepped
 
 
-@follows_from("checked_step", "durable", "job", "target", "validation", "verified")
+@follows_from(
+    "checked_step", "durable", "job", "keeps_validated", "target", "validation", "verified"
+)
 def kept(state: State) -> frozenset[str]:
     """URIs of the copies that stay, by descending claim: newest, best, every m-th."""
     last, best, stepped = _by_rules(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from elastic.data.streams import STATE
 from elastic.errors import SpecError
-from elastic.models.lora import peft_config
+from elastic.models.lora import ADAPTER_FILE, ADAPTER_NAMES, peft_config
 from elastic.models.nf4 import pack, unpack, whole_shape
 from elastic.models.weight_types import TypedWeights, in_bfloat16, in_type, with_config
 from elastic.program import Program
@@ -120,14 +121,25 @@ def export(
 ) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
     byte read is checked. `tied`: as `tied_names`; they are written too, so that `load_state_dict`
-    finds every name. `beside`: files that are written beside them. `bfloat16`: names of those that
+    finds every name. `beside`: files that are written beside them; with ADAPTER_NAMES among them
+    the weights are those of an adapter alone, as peft names them. `bfloat16`: names of those that
     are written in it."""
     item = chosen(run, step)
     shapes, parts = _weights(checkpoint_index.open_checkpoint(item.uri), tied or {})
     most = FILE_BYTES if file_bytes is None else file_bytes
+    beside = dict(beside or {})
+    if ADAPTER_NAMES in beside:
+        names: dict[str, str] = json.loads(beside.pop(ADAPTER_NAMES))
+        if missing := next((name for name in names.values() if name not in shapes), ""):
+            raise SpecError(f"{item.uri}: it has no tensor {missing}, which peft's adapter is of")
+        own = {name: shapes[of] for name, of in names.items()}
+        written = write_files(
+            to, own, lambda name: parts(names[name]), file_bytes=sys.maxsize, single=ADAPTER_FILE
+        )
+        return _done(item, to, n_tensors=len(own), files=[*written, *_put(to, beside)])
     typed = in_bfloat16(bfloat16, shapes, parts)
     files = write_files(to, typed.shapes, typed.parts, file_bytes=most)
-    return _done(item, to, n_tensors=len(shapes), files=[*files, *_put(to, beside or {})])
+    return _done(item, to, n_tensors=len(shapes), files=[*files, *_put(to, beside)])
 
 
 def _put(to: Storage, files: Mapping[str, bytes]) -> Iterable[str]:
@@ -205,7 +217,7 @@ def export_for(
         else:
             shapes, parts = trained.alone() if alone else trained.merged()
         if alone:
-            files = write_files(to, shapes, parts, single="adapter_model.safetensors")
+            files = write_files(to, shapes, parts, single=ADAPTER_FILE)
             assert program.adapter is not None
             config = peft_config(program.adapter, program.weights)
             beside = {"adapter_config.json": json.dumps(config, indent=1).encode()}

@@ -331,6 +331,9 @@ def job_keys(args: Any, global_batch: int, n_samples: int) -> dict[str, Any]:
     saves, default = args.save_strategy, untouched(args)
     as_it_is = (saves, args.save_steps) == (default.save_strategy, default.save_steps)
     best = args.load_best_model_at_end or saves == "best"
+    # the best is one of those that are stored behind a validation
+    evaluates = every(args.eval_strategy, args.eval_steps)
+    saved = evaluates if saves == "best" else every(saves, args.save_steps)
     trackers = [name for name in args.report_to if name not in ("none", "tensorboard")]
     recomputes = args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)
     found = {
@@ -340,8 +343,8 @@ def job_keys(args: Any, global_batch: int, n_samples: int) -> dict[str, Any]:
         "precision": "bfloat16" if args.bf16 else None,
         "activation_checkpointing": "full" if recomputes else None,
         "compile": args.torch_compile or None,
-        "eval_every": every(args.eval_strategy, args.eval_steps),
-        "checkpoint_every": None if as_it_is else every(saves, args.save_steps) or 0,
+        "eval_every": evaluates,
+        "checkpoint_every": None if as_it_is and not best else saved or 0,
         "keep_last": args.save_total_limit,
         "keep_best": 1 if best else None,
         "trackers": trackers or None,

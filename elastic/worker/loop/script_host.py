@@ -152,7 +152,8 @@ def capture(
     trial, _ = tried(ScriptSource(str(file), tuple(args), seed, function))
     assert trial.program is not None
     notes = (*trial.program.notes, *trial.notes)
-    return replace(trial.program, called=next(iter(trial.calls), None), notes=notes)
+    called = next(filter(trains, trial.calls), next(iter(trial.calls), None))
+    return replace(trial.program, called=called, notes=notes)
 
 
 def first_call(source: ScriptSource, first: FirstBatch) -> LoopProgram:

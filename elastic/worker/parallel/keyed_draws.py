@@ -470,7 +470,8 @@ class StepDraws:
     def of_call(self, call: ModelCall, program: Program, model: nn.Module) -> Iterator[None]:
         """A script's call of its model. The script's own random numbers stay what they are."""
         draws = self.draws
-        draws.learn(program, model, call)
+        if call.graph or not call.evaluates:
+            draws.learn(program, model, call)
         if call.rows is None or draws.idle:
             draws.stray = other_rows(call)
             yield

@@ -169,14 +169,21 @@ class ModelCall:
 
 class ModelCalls:
     """Follows a script in a step, which calls the model by itself: with all samples of its batch,
-    as often as it likes, or with some after others. `around` each call."""
+    as often as it likes, or with some after others. `around` each call. What is passed in
+    evaluation mode, as other samples are, is counted by itself."""
 
     def __init__(
         self, n_rows: int, around: Callable[[ModelCall], AbstractContextManager[None]]
     ) -> None:
         self.n_rows, self.around = n_rows, around
-        self.first = self.again = 0
+        # by `evaluates`: the row that comes next, and how often all of them were passed
+        self._passed = {False: (0, 0), True: (0, 0)}
         self._inside = ExitStack()
+
+    @property
+    def first(self) -> int:
+        """Row of the batch that is passed next, not in evaluation mode; 0 = all were."""
+        return self._passed[False][0]
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
@@ -195,12 +202,14 @@ class ModelCalls:
     def enters(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = (x for x in tensors_in([*args, *kwargs.values()]) if x.ndim)
         n = len(next(given, range(self.n_rows)))
-        how = {"evaluates": not model.training, "graph": torch.is_grad_enabled()}
-        call = ModelCall(args, kwargs, n, self.n_rows, self.first, self.again, **how)
+        mode = not model.training
+        first, again = self._passed[mode]
+        how = {"evaluates": mode, "graph": torch.is_grad_enabled()}
+        call = ModelCall(args, kwargs, n, self.n_rows, first, again, **how)
         self._inside.enter_context(self.around(call))
         if call.rows is not None:
-            more, self.first = divmod(call.rows.stop, self.n_rows)
-            self.again += more
+            more, first = divmod(call.rows.stop, self.n_rows)
+            self._passed[mode] = first, again + more
 
     def _leaves(self, *_: Any) -> None:
         self._inside.close()

@@ -18,9 +18,11 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     default_collate,
 )
 
+from elastic.data.streams import has_items
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import OptimizerSpec
@@ -238,19 +240,21 @@ class Settings:
 def map_style(dataset: Any, name: str) -> Any:
     """The dataset of a DataLoader; whatever else is given stays. `name`: of the argument. Raises
     SpecError where it is no dataset with numbers, and where the loader does what would get lost."""
-    if isinstance(dataset, DataLoader):
-        _check_loader(dataset)
-        dataset = dataset.dataset
-    for needed in ("__len__", "__getitem__"):
-        if not hasattr(dataset, needed):
+    loader = dataset if isinstance(dataset, DataLoader) else None
+    dataset = dataset if loader is None else loader.dataset
+    there = {"__len__": hasattr(dataset, "__len__"), "__getitem__": has_items(dataset)}
+    for needed, found in there.items():
+        if not found:
             raise SpecError(
                 f"elastic.loop: {name} is a {type(dataset).__name__} without {needed}; it must be "
                 "map-style: len() and [sample id]"
             )
+    if loader is not None:
+        _check_loader(loader, len(dataset))
     return dataset
 
 
-def _check_loader(loader: DataLoader[Any]) -> None:
+def _check_loader(loader: DataLoader[Any], n_samples: int) -> None:
     if loader.collate_fn is not default_collate:
         raise SpecError(
             "elastic.loop: the DataLoader has a collate_fn of its own; batches are stacked here: "
@@ -259,17 +263,29 @@ def _check_loader(loader: DataLoader[Any]) -> None:
     known = {SequentialSampler, RandomSampler, DistributedSampler, BatchSampler, type(None)}
     by_batches = loader.batch_sampler
     for own in (loader.sampler, by_batches, getattr(by_batches, "sampler", None)):
-        what = type(own).__name__
+        what, give = type(own).__name__, "give the dataset alone"
         if isinstance(own, RandomSampler):
             if own.replacement:
                 what += "(replacement=True)"
             elif own.num_samples != len(own.data_source):
                 what += f"(num_samples={own.num_samples})"
+        n = _samples_of(own)
+        if n is not None and n != n_samples:
+            what += f" of {n} of the {n_samples} samples"
+            give = "give torch.utils.data.Subset(dataset, indices)"
         if type(own) not in known or what != type(own).__name__:
             raise SpecError(
                 f"elastic.loop: the DataLoader has a {what}; the order is elastic's, each sample "
-                "of an epoch once: give the dataset alone"
+                f"of an epoch once: {give}"
             )
+
+
+def _samples_of(sampler: Any) -> int | None:
+    """How many there are for it to choose from; None: it does not say."""
+    if isinstance(sampler, SubsetRandomSampler):
+        return len(sampler.indices)
+    of: Any = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+    return len(of) if hasattr(of, "__len__") else None
 
 
 @dataclass(frozen=True)

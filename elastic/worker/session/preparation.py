@@ -204,7 +204,7 @@ class Preparation:
         return Workplace(
             self.me, program, profile, self.job, dataset, validation, open_storage(self.run_uri),
             device, self.report, self.at_phase, self.background, script=script,
-            readers=readers_of(self.job), faults=faults, datasets=opened.datasets,
+            readers=readers_of(self.job, dataset), faults=faults, datasets=opened.datasets,
         )  # fmt: skip
 
     def planned(self, plan: Plan) -> None:

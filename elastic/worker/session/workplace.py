@@ -144,7 +144,7 @@ class Workplace:
         self.samples_read = []
         if self.readers is not None:
             self.readers.close()
-            self.readers = readers_of(self.job)
+            self.readers = readers_of(self.job, self.dataset)
 
     def _unpinned(self, why: str) -> None:
         log.warning(

@@ -352,7 +352,7 @@ class StandaloneRun:
             start = DriverStarted(
                 self.name, lease.epoch, replace(job, fingerprint=mark).plain(), (pool,), model,
                 durable=found.copies, cut=cut.said if cut is not None else "", dates_budget=True,
-                scores_all=True, judges_all=True,
+                scores_all=True, judges_all=True, keeps_validated=True,
             )  # fmt: skip
             self._may_go_on(start, lines, state, found=found)
             known = {copy.step: copy.samples for copy in found.copies if copy.samples}

@@ -472,6 +472,20 @@ def test_a_job_that_cannot_run_there(tmp_path: Path) -> None:
     )
 
 
+def test_a_token_that_nobody_has_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (line,) = told(tmp_path, CHEAP)
+    assert line.partition(" warning: ")[2] == (
+        "file_mounts.~/.ray/auth_token: ~/.ray/auth_token is not there: `ray up` fails; `ray "
+        "get-auth-token --generate` makes it, once"
+    )
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    assert told(tmp_path, CHEAP) == []
+
+
 def test_what_is_to_be_copied_to_the_nodes_and_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ what bad ones say."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from elastic.data.packing import MaskedWindows, Padded
 from elastic.data.sources import block_cache as cache_module
 from elastic.data.sources import files as files_module
 from elastic.data.sources import records
+from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.corpus import FileBytes, TokenFiles
 from elastic.data.sources.files import files_at
 from elastic.data.sources.records import Columns, HuggingFace, Jsonl, Parquet, Records
@@ -107,7 +109,7 @@ def test_each_record_comes_back_by_its_number(
         Columns(found, ["body"])
 
 
-def test_a_column_of_json_has_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_of_json_has_one_dtype(tmp_path: Path) -> None:
     """Whether a step is divided by tokens or by samples follows from it."""
     made = [
         {"x": [1, 2], "y": 1, "z": []},
@@ -122,10 +124,48 @@ def test_a_column_of_json_has_one_dtype(tmp_path: Path, monkeypatch: pytest.Monk
             "y": "int64",
             "z": "int64",
         }
-    monkeypatch.setattr(records, "KINDS_OF", 1)
-    late = Columns(Jsonl(str(tmp_path)))
-    with pytest.raises(SpecError, match=r"line 2: 'x' is of float64, but of int64 in the first 1 "):
-        late[1]
+
+
+@pytest.mark.parametrize(
+    ("first", "late", "dtype"),
+    [
+        (1, 2, "int64"), (1, 0.5, "float64"), (1, [2, 1e3], "float64"), (1, 2**63, "float64"),
+        (1, math.nan, "float64"), (0.5, 1, "float64"), (True, False, "bool"), (True, 2, "int64"),
+        (1, -(2**63), "int64"), (2**63, 2**63, "uint64"), ([], 1, "int64"), ([], 0.5, "float64"),
+    ],
+)  # fmt: skip
+def test_a_late_number_says_what_a_column_of_json_is(
+    tmp_path: Path, first: Any, late: Any, dtype: str
+) -> None:
+    """Before the first step: in the middle of training it would be too late. The fraction of
+    another column says nothing of this one."""
+    made = [{"x": first, "y": 0.5}] * 300 + [{"x": late, "y": 1}] + [{"x": first, "y": 1}] * 10
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text("\n".join(map(json.dumps, made)))
+    cache = BlockCache(tmp_path / "cache")
+    for _ in range(2):  # found; known on this node
+        samples = Columns(Jsonl(str(tmp_path / "data"), cache))
+        assert {str(samples[index]["x"].dtype) for index in (0, 300, 305)} == {dtype}
+        assert str(samples[0]["y"].dtype) == "float64"
+
+
+def test_records_are_parsed_for_their_kinds_once_on_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text("\n".join(['{"x": [1, 2]}'] * 50 + ['{"x": [1.5]}']))
+    parsed: list[bytes] = []
+
+    def noted(self: Jsonl, line: bytes, where: Any) -> Any:
+        parsed.append(line)
+        return json.loads(line)
+
+    monkeypatch.setattr(Jsonl, "_parsed", noted)
+    cache = BlockCache(tmp_path / "cache")
+    for expected in (4, 2):  # the record that is asked for twice, the first one, the fraction
+        parsed.clear()
+        assert Columns(Jsonl(str(tmp_path / "data"), cache))[0]["x"].dtype == np.float64
+        assert len(parsed) == expected
 
 
 def test_neighbours_are_decoded_once_within_a_bound(

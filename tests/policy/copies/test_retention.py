@@ -178,6 +178,18 @@ def test_a_copy_whose_validation_loss_is_not_finite_is_not_the_best(
     assert stays(now) == expected
 
 
+@pytest.mark.parametrize(("flag", "expected"), [(True, [1000, 500]), (False, [1000, 520])])
+def test_of_copies_with_one_loss_that_of_the_step_which_was_validated_is_the_best(
+    flag: bool, expected: list[int]
+) -> None:
+    """One of a notice comes behind it; what `--step best` looks for is that of the validation."""
+    losses = {500: 1.0, 1000: 2.0}
+    now = state([1000, 520, 500], losses, keep_last=1, keep_best=1)
+    assert stays(replace(now, keeps_validated=flag)) == expected
+    before = state([520, 500], {500: 1.0}, keep_last=1, keep_best=1)
+    assert stays(replace(before, keeps_validated=flag)) == ([520, 500] if flag else [520])
+
+
 @pytest.mark.parametrize(("flag", "expected"), [(True, [90, 20]), (False, [90])])
 def test_the_best_copy_stays_however_many_evaluations_come_after_it(
     flag: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch

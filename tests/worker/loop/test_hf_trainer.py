@@ -273,6 +273,12 @@ def test_a_field_stands_on_one_side_only() -> None:
         ({"max_grad_norm": 0.0, "data_seed": 5, "dataloader_num_workers": 2},
          {"clip_grad_norm": None, "seed": 5, "data": {"loader_workers": 2}}),
         ({"report_to": ["wandb", "tensorboard"]}, {"trackers": ["wandb"]}),
+        # the best is one of those that are stored behind a validation
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 50},
+         {"eval_every": 50, "checkpoint_every": 500, "keep_best": 1}),
+        ({"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 3,
+          "metric_for_best_model": "eval_loss"},
+         {"eval_every": 3, "checkpoint_every": 3, "keep_best": 1}),
     ],
 )  # fmt: skip
 def test_arguments_as_keys_of_the_job(

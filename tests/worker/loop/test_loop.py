@@ -38,6 +38,20 @@ def test_same_losses_as_one_process(pool: Pool, tmp_path: Path, layout: Layout) 
     loss_curve_agrees(pool, job)
 
 
+@pytest.mark.e2e
+def test_loader_processes_read_the_dataset_of_a_script(pool: Pool, tmp_path: Path) -> None:
+    """Copies of the workers, through a change of these."""
+    job = loop_job(steps=12) | {"data": {"loader_workers": 2}}
+    workers = pool.open(job, tmp_path)
+    first = plan(1, Layout(dp_shard=2), workers, 12)
+    pool.enter(first)
+    pool.wait(lambda: any(e.step >= 4 for e in pool.events(StepDone)), "step 4")
+    pool.enter(plan(2, Layout(dp_shard=3), workers, 12, resume=live(first)))
+    pool.quiesced(2, 3)
+    assert [e.step for e in pool.events(StepDone)] == list(range(1, 13))
+    loss_curve_agrees(pool, job)
+
+
 @pytest.mark.whole
 def test_a_model_of_transformers_keeps_its_losses(pool: Pool, tmp_path: Path) -> None:
     """Tied embeddings, cut by the model's own plan: fully sharded, tensor parallel, on one worker,

@@ -123,11 +123,17 @@ class Scripted:
         self.model = self.program.model()
         self.wrap(list(self.model)[:2])
 
-    def gradients(self, *parts: Tensor) -> list[Tensor]:
-        """Of the weights, after calls with these parts of the batch."""
+    def gradients(self, *parts: Tensor, before: tuple[int, ...] = ()) -> list[Tensor]:
+        """Of the weights, after calls with these parts of the batch; `before`: rows of calls in
+        evaluation mode."""
         step = StepDraws(self.draws, row_keys(1, 1, [self.ids]), [0], 1)
         calls = ModelCalls(len(self.ids), lambda c: step.of_call(c, self.program, self.model))
         with self.draws.step(Layout(), AT, told=True), calls.of(self.model):
+            for n in before:
+                self.model.eval()
+                with torch.no_grad():
+                    self.model(torch.ones(n, SEQ, D))
+                self.model.train()
             torch.stack([self.model(x).sum() for x in parts]).sum().backward()
         step.check_all(calls)
         return [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -150,6 +156,16 @@ def test_what_is_found_in_the_first_call_draws_inside_of_what_is_around_a_block(
         script.again()
     torch.testing.assert_close(script.gradients(X[:4], X[4:]), want)
     assert not script.said
+
+
+def test_an_evaluation_of_other_rows_changes_nothing_of_what_is_drawn() -> None:
+    want = Scripted(IDS, plain).gradients(X[:4], X[4:])
+    script = Scripted(IDS, plain)
+    for before in ((4,), (6, 9), (2,)):  # nobody has been told of the model before the first one
+        torch.testing.assert_close(script.gradients(X[:4], X[4:], before=before), want)
+        script.again()
+    # dropout of this model is on in evaluation mode too
+    assert all("for the 9 rows that run.model is called with" in line for line in script.said)
 
 
 def test_a_second_pass_draws_others() -> None:

@@ -3,7 +3,7 @@ clear line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch.utils.data import RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
 
 import elastic
 from elastic.api.running.entry import loaded
@@ -174,6 +181,44 @@ def test_a_sampler_with_an_order_of_its_own_is_refused(
                 loop_of(loader)
         else:
             assert loop_of(loader).dataset is data
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (lambda data: SubsetRandomSampler(range(12)), "SubsetRandomSampler of 12"),
+        (lambda data: SequentialSampler(range(12)), "SequentialSampler of 12"),
+        (lambda data: RandomSampler(range(12)), "RandomSampler of 12"),
+        (lambda data: DistributedSampler(Subset(data, range(12)), 2, 0), "DistributedSampler of 1"),
+    ],
+)
+def test_a_sampler_of_some_of_the_samples_is_refused(
+    sampler: Callable[[Any], Any], said: str
+) -> None:
+    """The others may be those that it is validated with."""
+    data = samples()
+    batches = torch.utils.data.BatchSampler(sampler(data), 4, drop_last=False)
+    for own in ({"sampler": sampler(data)}, {"batch_sampler": batches}):
+        with pytest.raises(SpecError, match=rf"has a {said}\d* of the 16 samples; .*Subset\(data"):
+            loop_of(DataLoader(data, **own))
+    assert loop_of(DataLoader(data, sampler=DistributedSampler(data, 2, 0))).dataset is data
+    assert len(loop_of(DataLoader(Subset(data, range(12)), shuffle=True)).dataset) == 12
+
+
+class Counted(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """It says how many there are, and has none of them by its number."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(16, 4))
+
+    def __len__(self) -> int:
+        return 16
+
+
+def test_an_iterable_dataset_that_has_a_length_is_refused() -> None:
+    for given in (Counted(), DataLoader(Counted(), batch_size=4)):
+        with pytest.raises(SpecError, match="dataset is a Counted without __getitem__; it must be"):
+            loop_of(given)
 
 
 def test_steps_must_be_said_somewhere(tmp_path: Path) -> None:

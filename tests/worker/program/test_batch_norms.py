@@ -213,6 +213,26 @@ def test_a_model_that_is_called_by_hand_in_a_script() -> None:
         called(x[:3], x)
 
 
+def test_a_call_in_evaluation_mode_may_have_other_samples() -> None:
+    model = built(of(nn.BatchNorm1d(5)), FOUR)
+    norms = StepNorms([model], [])
+    norms.begin()
+    x = torch.randn(6, 5)
+    calls = ModelCalls(6, norms.of_call)
+    with calls.of(model):
+        for n in (4, 9):  # fewer than a step has, and more
+            model.eval()
+            model(torch.randn(n, 5))
+            model.train()
+            model(x[:3] if n == 4 else x[3:])
+    norms.check_all(calls)
+    norms.update(0, 6)
+    plain = nn.BatchNorm1d(5)
+    for part in (x[:3], x[3:]):
+        plain(part)
+    assert_same(nn.Sequential(plain), model)
+
+
 def test_a_sample_alone_behind_a_pooling_is_refused_by_name() -> None:
     """Where each micro-batch has its own statistics; by groups a trial of one sample works."""
     pooled = load_program(FOREIGN / "batchnorm_pooled.py")

@@ -82,9 +82,11 @@ def test_a_whole_step_in_a_chain_of_layouts(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_loop_that_passes_parts_of_its_batch(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [[], ["--evaluates"]])
+def test_a_loop_that_passes_parts_of_its_batch(pool: Pool, tmp_path: Path, args: list[str]) -> None:
     script = str(PROGRAMS / "loop_resnet.py")
     settings = job(6 + MORE, batch_norm={"group": GROUP}) | {"program": script, "script": script}
+    settings |= {"args": args}
     layouts = [Layout(dp_shard=2), Layout(dp_replicate=3), Layout()]
     steps = pass_through(pool, settings, tmp_path, layouts, every=2, together=GROUP)
     compare(tmp_path, steps, train(in_groups(RESNET, GROUP), settings, settings["steps"]))

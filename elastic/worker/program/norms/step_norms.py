@@ -51,7 +51,8 @@ class StepNorms:
 
     def of_call(self, call: ModelCall) -> AbstractContextManager[None]:
         """A script's call of its model."""
-        if not self.norms:
+        evaluates = call.evaluates and not any(norm.module.training for norm in self.norms)
+        if not self.norms or evaluates:
             return nullcontext()
         if call.rows is None:
             raise ProgramError(
