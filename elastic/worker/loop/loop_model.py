@@ -28,6 +28,7 @@ from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.cuda_errors import of_device_or_memory
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.program.calls import ModelCall, mapped, tensors_in
+from elastic.worker.program.loop_program import ModuleNumbers
 
 SAMPLED, ENDS_MOST = 62, 1 << 24  # elements of a weight that are noted; of one that has two more
 LOOKS_FIRST, LOOKS_EVERY = 4, 100  # steps in which they are compared: the first ones, then some
@@ -151,18 +152,31 @@ class LoopModel:
         self.__dict__.update(_calls=calls, _script=threading.get_ident(), _noted=False)
         self.__dict__["_run_name"] = run_name
         self.__dict__["_n_rows"] = n_rows
+        self.__dict__["module_numbers"] = ModuleNumbers()
 
     def attach(self, module: nn.Module) -> None:
         """A new generation: its module, and no error."""
         tensors = module.state_dict(keep_vars=True)
         self.__dict__.update(_module=module, _live=True, _error=None, _tensors=tensors)
         self.__dict__["_trained"] = [(n, p, p.requires_grad) for n, p in module.named_parameters()]
+        self.module_numbers.begin(module)
         module.register_forward_pre_hook(self._count, prepend=True)  # before FSDP's, which wait
+        module.register_forward_hook(self._passed)
 
     def _count(self, *_: Any) -> None:
         """The script calls the model, maybe through a method of it (`run.model.generate`)."""
         if threading.get_ident() == self._script:
+            self.module_numbers.look()
             self._calls.add("run.model", sys._getframe(1))
+
+    def _passed(self, *_: Any) -> None:
+        if threading.get_ident() == self._script:
+            self.module_numbers.passed()
+
+    def set_by_script(self) -> Mapping[str, float]:
+        """Modes and numbers of modules, as they are now."""
+        numbers: ModuleNumbers = self.module_numbers
+        return numbers.kept()
 
     def check_trained(self) -> None:
         """Raises ProgramError where the script has changed what is trained."""

@@ -45,7 +45,8 @@ def _across(weight: torch.Tensor, drawn: torch.Tensor, *, by_rows: bool) -> torc
     square = flat.square().sum(1, keepdim=True).clamp(min=1e-30)
     drawn = drawn - (drawn * flat).sum(1, keepdim=True) / square * flat
     size = drawn.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    return (drawn * (square.sqrt() / size) + ACROSS * flat).reshape(weight.shape)
+    across: torch.Tensor = drawn * (square.sqrt() / size) + ACROSS * flat
+    return across.reshape(weight.shape)
 
 
 # gradients that stand to their weights as drawn ones do not, of the weight and what was drawn; the
