@@ -275,7 +275,7 @@ class LayoutSearch:
         """Microbatch sizes and checkpointing of a kind of layout. Where the largest microbatch
         fits, nothing needs to be computed again."""
         sizes, fits = space.sizes(kind), False
-        for mode in space.modes():
+        for mode in space.modes(kind):
             some = [replace(kind, activation_checkpointing=mode, microbatch_size=n) for n in sizes]
             found = [self._one(there, layout) for layout in some]
             fits = fits or any(found)

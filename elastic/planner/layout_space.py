@@ -103,16 +103,17 @@ class Space:
 
     def leanest(self, layout: Layout) -> Layout:
         """With what saves most memory: the fewest kept values, the smallest microbatch."""
-        mode, size = self.modes()[-1], self.sizes(layout)[-1]
+        mode, size = self.modes(layout)[-1], self.sizes(layout)[-1]
         if layout.activation_checkpointing == mode and layout.microbatch_size == size:
             return layout
         return replace(layout, activation_checkpointing=mode, microbatch_size=size)
 
-    def modes(self) -> tuple[str, ...]:
+    def modes(self, layout: Layout) -> tuple[str, ...]:
         """Of activation checkpointing, those that save least first."""
         if "activation_checkpointing" in self.pins:
             return (self.pins["activation_checkpointing"],)
-        return ("none", "selective", "full") if self.tight else ("none",)
+        some = self.tight and self.model.recomputes(layout.pp)
+        return ("none", "selective", "full") if some else ("none",)
 
     def sizes(self, layout: Layout) -> tuple[int, ...]:
         """Of microbatches, the largest first; 0 = as it comes."""

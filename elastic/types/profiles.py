@@ -178,8 +178,9 @@ class ModelProfile:
 
     `no_dp`, `no_tp`, `no_cp`, `no_pp`, `no_ep`: why no layout with more than one rank on that axis
     computes what the whole model does, in one line that names the place and the mend; '' = nothing
-    is known against it. `pipeline` is False where `no_pp` says why, and `tp_limit` is 1 where
-    `no_tp` does.
+    is known against it. `no_pp_checkpointing`: why blocks may not be computed again in the
+    backward pass on pipeline stages. `pipeline` is False where `no_pp` says
+    why, and `tp_limit` is 1 where `no_tp` does.
     `notes`: what a person should know of the model before it trains, a line each. `draws`: it
     draws random numbers that cannot be keyed, so that a step that is done again may differ.
     `computes_in`: the type of fewest bits that its forward pass makes numbers of, '' = float32.
@@ -207,6 +208,7 @@ class ModelProfile:
     no_cp: str = ""
     no_pp: str = ""
     no_ep: str = ""
+    no_pp_checkpointing: str = ""
     # it draws random numbers that cannot be keyed, so a step that is done again may differ
     draws: bool = False
     computes_in: str = ""
@@ -242,7 +244,13 @@ class ModelProfile:
         for axis, why in self.closed.items():
             if getattr(layout, axis) > 1:
                 return f"no {axis}: {why}"
+        if layout.activation_checkpointing != "none" and not self.recomputes(layout.pp):
+            return f"no activation_checkpointing with pp: {self.no_pp_checkpointing}"
         return self._uneven_experts(layout)
+
+    def recomputes(self, pp: int) -> bool:
+        """May blocks be computed again on so many stages?"""
+        return pp == 1 or not self.no_pp_checkpointing
 
     def _uneven_experts(self, layout: Layout) -> str:
         ep, ranks = layout.ep, layout.dp_shard * layout.cp

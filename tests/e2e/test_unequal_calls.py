@@ -61,6 +61,19 @@ def test_a_call_of_one_rank_ends_the_run_with_its_line(shell: Shell, before: boo
     assert failed[0] - max(at_s for at_s, _ in steps) < NAMED_WITHIN_S
 
 
+# how it is seen: tests/worker/loop/test_set_on_modules.py
+@pytest.mark.whole
+def test_a_mode_that_one_rank_sets_ends_the_run_by_its_name(shell: Shell) -> None:
+    """The calls are the same, the function is another one."""
+    file = shell.root / "train.py"
+    text = SCRIPT.replace("BEFORE", "True")
+    sets = 'getattr(run.model, "1").eval()'
+    file.write_text(text.replace("print(run.model(x).sum())", sets, 1))
+    code, out, _ = shell.call("run", "--script", "train.py", "--local", "--run-name", "r", "--json")
+    said = "step 10: rank 0 has set 1.training = 0 in run.model, rank 1 has not: every rank must"
+    assert code == 1 and said in last_line(out)["reason"], out[-2000:]
+
+
 # how it is seen: tests/worker/process/test_call_log.py, tests/cluster/backend/test_unequal_crash.py
 @pytest.mark.whole
 def test_a_call_by_which_gloo_ends_a_process_is_named_too(shell: Shell) -> None:

@@ -70,6 +70,18 @@ def test_without_dp_only_other_axes_use_more_ranks() -> None:
     assert choice.layout == Layout() and choice.rejected[:2] == (f"no dp: {WHY}", f"no pp: {WHY}")
 
 
+def test_blocks_are_computed_again_where_they_may_be() -> None:
+    again = {"activation_checkpointing": "full"}
+    model = replace(MODEL, sample=LLAMA_8B.profile().sample, no_pp_checkpointing=WHY)
+    space = Space.of(model, job(), (8,), roomy=True, tight=True)
+    assert space.modes(Layout(pp=2)) == ("none",)
+    assert "full" in space.modes(Layout(dp_shard=2))
+    assert not model.refusal(Layout(dp_shard=2, **again))  # type: ignore[arg-type]
+    assert not model.refusal(Layout(pp=2))
+    with pytest.raises(InfeasiblePlan, match=f"no activation_checkpointing with pp: {WHY}"):
+        plan_layout(model, job(layout="pp=2", **again), nodes(4))
+
+
 @pytest.mark.parametrize(
     ("axis", "layout"),
     [("pp", "pp=2"), ("tp", "tp=2"), ("cp", "cp=2"), ("dp", "dp_replicate=2"), ("pp", "auto,pp=2")],

@@ -59,6 +59,7 @@ from elastic.worker.equivalence.passes.over_a_run import (
     sees_a_step,
     sees_others_later,
 )
+from elastic.worker.equivalence.passes.recomputed_blocks import recomputed_blocks
 from elastic.worker.equivalence.small_batch import batch_of, check_rows, check_samples, shortened
 from elastic.worker.equivalence.small_copy import (
     WHOLE_MOST_PARAMETERS,
@@ -233,7 +234,8 @@ def _of_program(asked: CheckRequest) -> Verdict:
 
 def _trusted(found: Structure, axes: Sequence[str]) -> Structure:
     """A person has said that these are right."""
-    known = {f"no_{axis}": getattr(found, f"no_{axis}") for axis in axes}
+    keys = [f"no_{axis}" for axis in axes] + ["no_pp_checkpointing"] * ("pp" in axes)
+    known = {key: getattr(found, key) for key in keys}
     notes = [
         f"{key.removeprefix('no_')} is trusted, though: {why}" for key, why in known.items() if why
     ]
@@ -345,6 +347,8 @@ def _by_one_process(
     why_not, closed = _in_one_process(small, batch, words=words, n_rows=n_rows)
     wrong = dict.fromkeys([axis for axis in axes if axis in closed], why_not) if why_not else {}
     found: dict[str, Any] = {f"no_{axis}": why for axis, why in wrong.items()}
+    if "pp" in axes and "pp" not in wrong:
+        found["no_pp_checkpointing"] = recomputed_blocks(small, batch)
     return replace(structure, at_once=structure.at_once or bool(why_not), **found), wrong
 
 

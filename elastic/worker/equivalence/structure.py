@@ -48,6 +48,7 @@ class Structure:
     no_cp: str = ""
     no_pp: str = ""
     no_ep: str = ""
+    no_pp_checkpointing: str = ""
     draws: bool = False
     computes_in: str = ""
     notes: tuple[str, ...] = ()
@@ -63,6 +64,7 @@ class Structure:
             no_cp=profile.no_cp or self.no_cp,
             no_pp=no_pp,
             no_ep=profile.no_ep or self.no_ep,
+            no_pp_checkpointing=profile.no_pp_checkpointing or self.no_pp_checkpointing,
             tp_limit=1 if no_tp else profile.tp_limit,
             pipeline=profile.pipeline and not no_pp,
             draws=profile.draws or self.draws,

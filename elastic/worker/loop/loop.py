@@ -448,6 +448,8 @@ class Run:
         if self.given is not None and not self.model.broken:
             self.given.check(self.model)
             self.model.check_trained()
+        if not self.model.broken:
+            self.calls.note_settings(self.model.set_by_script())
         self._batch = None
         self.calls.begin(2 * self.step_index + 1)
         join_default_stream(self._loss_sum)

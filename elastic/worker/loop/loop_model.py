@@ -13,6 +13,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,10 @@ from elastic.worker.process.call_log import CallLog
 from elastic.worker.process.cuda_errors import of_device_or_memory
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.program.calls import ModelCall, mapped, tensors_in
+from elastic.worker.program.loop_program import ModuleNumbers
+
+SAMPLED, ENDS_MOST = 62, 1 << 24  # elements of a weight that are noted; of one that has two more
+LOOKS_FIRST, LOOKS_EVERY = 4, 100  # steps in which they are compared: the first ones, then some
 
 
 class GenerationAborted(ConnectionAbortedError):
@@ -46,6 +51,8 @@ class GivenModel:
         """In the script's thread."""
         self._modules = [(name, m, m.training) for name, m in model.named_modules()]
         self._weights = [(n, p, p.requires_grad, p._version) for n, p in model.named_parameters()]
+        self._samples = {n: sample for n, p, *_ in self._weights if (sample := _Sample.of(p))}
+        self._n_checks = 0
         script = threading.get_ident()
 
         def refuse(asks: str, module: nn.Module, *_: Any) -> None:
@@ -67,10 +74,13 @@ class GivenModel:
         """Raises ProgramError that names what was changed. `model`: that is trained, whose memory
         may be the same."""
         trained_there: set[int] | None = None  # where written weights may lie: all of them, or none
+        looks = self._n_checks < LOOKS_FIRST or self._n_checks % LOOKS_EVERY == 0
+        self._n_checks += 1
         for name, p, trained, version in self._weights:
             if p.requires_grad != trained:
                 raise ProgramError(_frozen(name, trained))
-            if p._version == version:
+            sample = self._samples.get(name) if looks else None  # p.data has no version
+            if p._version == version and (sample is None or sample.is_in(p)):
                 continue
             trained_there = model.memory() if trained_there is None else trained_there
             if p.data_ptr() not in trained_there:
@@ -80,6 +90,33 @@ class GivenModel:
             if module.training != training:
                 what, where = name or "the whole model", NOT_TRAINED.format("change")
                 raise ProgramError(f"the script changes the mode of {what} of {where}")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Some elements of a weight in host memory: the smallest and the largest, which a clamp changes
+    before any other, and some at equal distances."""
+
+    places: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> _Sample | None:
+        if weight.device.type != "cpu" or not weight.numel():
+            return None
+        held, n = weight.detach(), weight.numel()
+        places = torch.linspace(0, n - 1, min(n, SAMPLED), dtype=torch.float64).long()
+        if n <= ENDS_MOST and weight.is_floating_point():
+            places = torch.cat([places, torch.stack([held.argmin(), held.argmax()])])
+        return cls(places, torch.take(held, places))
+
+    def is_in(self, weight: torch.Tensor) -> bool:
+        """Or nobody knows: it is on a device, where reading would wait."""
+        if weight.device.type != "cpu" or weight.shape.numel() <= int(self.places.max()):
+            return weight.device.type != "cpu"
+        values = torch.take(weight.detach(), self.places)
+        same_type = values.dtype == self.values.dtype
+        return same_type and torch.equal(values.view(torch.uint8), self.values.view(torch.uint8))
 
 
 def _frozen(name: str, trained: bool) -> str:
@@ -115,18 +152,31 @@ class LoopModel:
         self.__dict__.update(_calls=calls, _script=threading.get_ident(), _noted=False)
         self.__dict__["_run_name"] = run_name
         self.__dict__["_n_rows"] = n_rows
+        self.__dict__["module_numbers"] = ModuleNumbers()
 
     def attach(self, module: nn.Module) -> None:
         """A new generation: its module, and no error."""
         tensors = module.state_dict(keep_vars=True)
         self.__dict__.update(_module=module, _live=True, _error=None, _tensors=tensors)
         self.__dict__["_trained"] = [(n, p, p.requires_grad) for n, p in module.named_parameters()]
+        self.module_numbers.begin(module)
         module.register_forward_pre_hook(self._count, prepend=True)  # before FSDP's, which wait
+        module.register_forward_hook(self._passed)
 
     def _count(self, *_: Any) -> None:
         """The script calls the model, maybe through a method of it (`run.model.generate`)."""
         if threading.get_ident() == self._script:
+            self.module_numbers.look()
             self._calls.add("run.model", sys._getframe(1))
+
+    def _passed(self, *_: Any) -> None:
+        if threading.get_ident() == self._script:
+            self.module_numbers.passed()
+
+    def set_by_script(self) -> Mapping[str, float]:
+        """Modes and numbers of modules, as they are now."""
+        numbers: ModuleNumbers = self.module_numbers
+        return numbers.kept()
 
     def check_trained(self) -> None:
         """Raises ProgramError where the script has changed what is trained."""

@@ -366,6 +366,7 @@ class Script:
             clear_by(run.program.optimizer, run.optimizer, state.model)
         if isinstance(settings := extra.objects.get(GROUPS), Settings):
             settings.expect(state.profile.optimizers, state.step)
+            settings.modules = run.model.module_numbers
         extra.load(state.tensors)
         run.model.attach(state.model)
         run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, job.steps

@@ -290,6 +290,7 @@ class TriedRun(Run):
         if (steps := self._trial.steps) is not None:
             self._trial.leaves(steps)
             steps.begin(self._whole, self.optimizer, self._module, batch=batch)
+            self.model.module_numbers.passed()  # is of the trial
         return batch
 
     def step(self, clip_grad_norm: float | None = None, **unknown: Any) -> bool:

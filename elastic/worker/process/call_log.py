@@ -101,6 +101,7 @@ class CallLog:
         self._parts: list[_Part] = []
         self._mark = 0
         self._file: _CallFile | None = None
+        self.settings: Mapping[str, float] = {}  # that its script has set on modules of run.model
 
     def keep_in(self, path: Path) -> None:
         """From now on also there, where it outlives this process. Raises OSError."""
@@ -138,8 +139,15 @@ class CallLog:
             if self._file is not None:
                 self._file.add(f"{letter}{place}\n")
 
+    def note_settings(self, settings: Mapping[str, float]) -> None:
+        """Before a step is committed: the mark is of these too."""
+        self.settings = settings
+        if settings:
+            self._mark = zlib.crc32(repr(sorted(settings.items())).encode(), self._mark)
+
     def take_mark(self) -> int:
-        """Of the calls since this was asked last: equal on ranks that have made the same."""
+        """Of the calls since this was asked last, and of the settings: equal on ranks that have
+        made the same."""
         mark, self._mark = self._mark & MARK_MOST, 0
         return mark
 
@@ -238,6 +246,19 @@ def difference(ranks: Mapping[int, Iterable[PartCalls]]) -> str:
         kinds = {(one.whole, one.n if one.whole else 0, one.letters) for one in here.values()}
         if len(kinds) > 1 and (i := _first_difference(list(here.values()))) >= 0:
             return f"{_where(number)}: {_told(here, i)}; {RULE}"
+    return ""
+
+
+def other_settings(ranks: Sequence[Mapping[str, float]]) -> str:
+    """Which rank has set another mode or number on a module than rank 0; '' = none."""
+    for rank, mine in enumerate(ranks):
+        for one, other, a, b in ((mine, ranks[0], rank, 0), (ranks[0], mine, 0, rank)):
+            for name, value in one.items():
+                if other.get(name) != value:
+                    return (
+                        f"rank {a} has set {name} = {value:g} in run.model, rank {b} has not: "
+                        "every rank must set the same modes and numbers on its modules"
+                    )
     return ""
 
 

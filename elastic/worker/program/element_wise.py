@@ -10,51 +10,37 @@ from __future__ import annotations
 
 import copy
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import OptimizerSpec, TensorSpec
-from elastic.user_frames import raised_at
-from elastic.worker.program.calls import tensors_in
 from elastic.worker.program.extra_state import encode
-from elastic.worker.program.optimizers import (
-    JobOptimizer,
-    Optimizers,
-    by_name,
-    line_of,
-    shown,
-    step_of,
+from elastic.worker.program.optimizers import JobOptimizer, Optimizers, shown, step_of
+from elastic.worker.program.owned.dry_steps import (
+    DRY_STEPS,
+    ONLY,
+    PART,
+    WHOLE,
+    Dry,
+    corner,
+    of_torch,
 )
 from elastic.worker.program.owned.optimizer_counters import (
     COUNTERS,
     OptimizerCounters,
     Values,
     changed,
-    values_of,
 )
 from elastic.worker.program.owned.shape_trial import indexed, owned_specs
 
-DRY_STEPS = 3
-# after which steps that are other ones now and then (every 5th, or from the 20th on) have come
-MORE_STEPS = 30
-STEEP = 1e4  # times the others: the last of the dry gradients, which is beyond whoever clips
-ONLY = (
-    "an optimizer must step each tensor by itself, without a closure and without communication "
-    "(AdamW, Muon, Adafactor ... do)"
-)
-PART, WHOLE = 2, 3  # rows of a tiny replica; a part has one less in every dimension
 LARGE = (64, 128)  # of many optimizers' thresholds the commonest is 4096 elements
 SMALL = (2, 2)  # what a rank may have of it
 
@@ -85,29 +71,40 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     every = [spec for spec in specs if spec.trainable and not spec.buffer and spec.tied_to is None]
     if isinstance(program.optimizer, JobOptimizer):
         program.optimizer.check_names(spec.fqn for spec in every)
-    owners = Optimizers(program, every, {}).of
+    made = Optimizers(program, every, {})
+    owners = made.of
     names = list(dict.fromkeys(owners.values()))
+    foreign = [name for name in names if not of_torch(made.each[name])]
     alike = {
         (owners[spec.fqn], re.sub(r"\d+", "*", spec.fqn), len(spec.shape)): spec
         for spec in reversed(every)
     }
     replicas = list(reversed(alike.values()))
+    for name in foreign:  # where all of its are alike, two: what it makes of their order is seen
+        mine = [spec for spec in every if owners[spec.fqn] == name]
+        if len(mine) > 1 and sum(owners[spec.fqn] == name for spec in replicas) == 1:
+            replicas.append(mine[-1])
 
-    whole = _Dry(program, every, replicas, WHOLE)
+    whole = Dry(program, every, replicas, WHOLE)
     _note(whole)
     before = whole.beside()
-    whole.step(0)
+    whole.step(whole.gradients(0))
     found = {name: kept for name in names if (kept := _entries(whole, name))}
-    found = _same_from_constants(program, every, whole, kept=found)
+    course = Dry(program, every, replicas, WHOLE)
+    found = _same_from_constants(program, every, course, kept=found)
     for number in range(1, DRY_STEPS):
-        whole.step(number)
+        whole.step(whole.gradients(number))
     counters = _counters(program, whole, before)
     _check_moved(whole)
     _check_draws(program, every, owners)
-    part = _Dry(program, every, [s for s in replicas if owners[s.fqn] in found], PART)
-    found = _same_when_large(program, every, _same_in_parts(whole, part, found), owners=owners)
+    part = Dry(program, every, [s for s in replicas if owners[s.fqn] in found], PART)
+    found = _same_when_large(program, every, _same_in_parts(course, part, found), owners=owners)
     at_owners = [name for name in names if name not in found]
-    _check_alone(program, every, whole, names=at_owners)
+    _check_at_owners(course, at_owners)
+    in_parts = [s for s in replicas if owners[s.fqn] in found and owners[s.fqn] in foreign]
+    each = [[s] for s in replicas if owners[s.fqn] in at_owners]
+    for some in (*each, in_parts[::2], in_parts[1::2]):
+        _check_alone(course, some, counting=counters)
     _check_carried(program, every, whole, found=found, counters=counters)
     found = {name: replace(kept, counters=counters.get(name, ())) for name, kept in found.items()}
     index = {name: i for i, name in enumerate(found)}
@@ -154,139 +151,7 @@ class _State(defaultdict[Any, Any]):
         super().__setitem__(key, _Notes(value) if plain and not isinstance(key, str) else value)
 
 
-@dataclass
-class _Dry:
-    """The optimizers of `every` parameter over replicas of some of them, of `rows` rows per
-    dimension 0, with the same gradients whatever the rows and whatever the others are.
-
-    A part lacks the last index of every dimension: shards cut rows, and tp cuts columns as well.
-    """
-
-    program: Program
-    every: list[TensorSpec]
-    specs: list[TensorSpec]
-    rows: int
-    counting: Collection[str] = ()
-
-    def __post_init__(self) -> None:
-        draws = {
-            s.fqn: torch.Generator().manual_seed(zlib.crc32(s.fqn.encode())) for s in self.specs
-        }
-        self.values = {
-            s.fqn: torch.rand(_tiny(s), generator=draws[s.fqn]) + 0.5 for s in self.specs
-        }
-        self.gradients = [
-            {s.fqn: torch.rand(_tiny(s), generator=draws[s.fqn]) - 0.3 for s in self.specs}
-            for _ in range(DRY_STEPS)
-        ]
-        for steep in self.gradients[-1].values():
-            steep.mul_(STEEP)
-        self.named = {
-            fqn: nn.Parameter(self._part(value).clone()) for fqn, value in self.values.items()
-        }
-        self.optimizers = Optimizers(self.program, self.every, self.named, counting=self.counting)
-        for given in self.optimizers.given:
-            given.grad = torch.empty_like(given)  # who looks for gradients there is to find some
-        if self.optimizers.begun:
-            self._begin()
-
-    def _begin(self) -> None:
-        """State that is there before the first step is made once more, of tensors that have
-        values."""
-        assert self.program.optimizer is not None
-        fqns = {id(parameter): fqn for fqn, parameter in self.named.items()}
-        for optimizer in by_name(self.program.optimizer(list(self.named.items()))).values():
-            own = {p: state for p, state in optimizer.state.items() if not isinstance(p, str)}
-            for parameter, state in own.items():
-                self.optimizers.owner(fqns[id(parameter)]).state[parameter].update(state)
-
-    def _part(self, value: torch.Tensor) -> torch.Tensor:
-        return _corner(value) if self.rows == PART else value
-
-    def name(self, fqn: str) -> str:
-        """Of a parameter's optimizer, as errors have it."""
-        return f"optimizer {shown(self.optimizers.of[fqn], self.optimizers.owner(fqn))}"
-
-    def state(self, fqn: str) -> Any:
-        return self.optimizers.owner(fqn).state[self.named[fqn]]
-
-    def owned(self, name: str) -> list[str]:
-        return [fqn for fqn in self.named if self.optimizers.of[fqn] == name]
-
-    def step(self, number: int) -> None:
-        for fqn, parameter in self.named.items():
-            parameter.grad = self._part(self.gradients[number][fqn]).clone()
-        for name, optimizer in self.optimizers.each.items():
-            try:
-                with self.optimizers.made_for(name), _OwnTensors():  # type: ignore[no-untyped-call]
-                    step_of(optimizer)
-            except _ForeignTensor as error:
-                raise ProgramError(
-                    f"optimizer {shown(name, optimizer)}: its step uses a tensor that it was made "
-                    f"with{_place(error)} and that is no longer in its param_groups; ranks have "
-                    "parts of the parameters, in the place of these: take them from "
-                    "optimizer.param_groups in each step, and keep what belongs to one (an average "
-                    "of weights, say) in optimizer.state[parameter]"
-                ) from error
-            except Exception as error:  # a boundary: any optimizer may raise anything
-                text = f"{type(error).__name__}: {line_of(error)}"
-                why = (
-                    "it communicates" if "process group" in text.lower() else "a plain step() fails"
-                )
-                raise ProgramError(
-                    f"optimizer {shown(name, optimizer)}: {why} ({text}); {ONLY}"
-                ) from error
-
-    def beside(self) -> dict[str, Values]:
-        return {name: values_of(optimizer) for name, optimizer in self.optimizers.each.items()}
-
-    @property
-    def more_steps(self) -> int:
-        """How many tell what the first ones did not: none of what torch itself has."""
-        return 0 if all(_of_torch(one) for one in self.optimizers.each.values()) else MORE_STEPS
-
-
-def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """A class of torch.optim as it is: what such a one keeps stands in `state` from its first step
-    on, and what a step does there follows from `state` and `param_groups`."""
-    return (
-        type(optimizer).__module__.startswith("torch.optim.")
-        and "step" not in vars(optimizer)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not _global_optimizer_pre_hooks
-        and not _global_optimizer_post_hooks
-    )
-
-
-class _ForeignTensor(Exception):
-    """A step uses a tensor without values."""
-
-
-class _OwnTensors(TorchDispatchMode):
-    """What a dry step may use has values. What Program.optimizer is called with has none, and a
-    hook or a list that kept it would train nothing, without a word."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
-            raise _ForeignTensor
-        return func(*args, **(kwargs or {}))
-
-
-def _place(error: Exception) -> str:
-    place = raised_at(error)
-    return f" ({Path(place.filename).name}:{place.lineno})" if place else ""
-
-
-def _corner(value: torch.Tensor) -> torch.Tensor:
-    return value[tuple(slice(n - 1) for n in value.shape)]
-
-
-def _tiny(spec: TensorSpec) -> list[int]:
-    return [WHOLE, *(min(d, 2) + 1 for d in spec.shape[1:])] if spec.shape else []
-
-
-def _note(dry: _Dry) -> None:
+def _note(dry: Dry) -> None:
     """From now on the first value of each state entry is noted; some are there before the first
     step."""
     for optimizer in dry.optimizers.each.values():
@@ -299,7 +164,7 @@ def _note(dry: _Dry) -> None:
             optimizer.state[parameter] = dict(before[parameter])
 
 
-def _entries(dry: _Dry, name: str) -> OptimizerSpec | None:
+def _entries(dry: Dry, name: str) -> OptimizerSpec | None:
     """What it keeps for each of its parameters; None where that is not the same for all of them,
     scalars and tensors of the parameter's shape."""
     found: set[OptimizerSpec] = set()
@@ -328,11 +193,11 @@ def _constant(value: torch.Tensor) -> float:
 
 
 def _same_from_constants(
-    program: Program, every: list[TensorSpec], done: _Dry, *, kept: dict[str, OptimizerSpec]
+    program: Program, every: list[TensorSpec], course: Dry, *, kept: dict[str, OptimizerSpec]
 ) -> dict[str, OptimizerSpec]:
     """Those of which a state that was filled with constants beforehand gives the same steps: of a
     copy of the weights it is seen late."""
-    own, filled = (_Dry(program, every, done.specs, WHOLE) for _ in range(2))
+    filled = Dry(program, every, course.specs, WHOLE)
     for fqn, parameter in filled.named.items():
         wanted = kept.get(filled.optimizers.of[fqn])
         if wanted is None:
@@ -343,21 +208,20 @@ def _same_from_constants(
         for key in wanted.entries:
             state[key] = torch.full_like(parameter, first.get(key, 0.0), requires_grad=False)
     same = dict(kept)
-    for number in range(DRY_STEPS + done.more_steps):
-        for dry in (own, filled):
-            dry.step(number % DRY_STEPS)
-        for fqn, parameter in own.named.items():
+    for done in course.course():
+        filled.step(done.gradients)
+        for fqn, parameter in course.named.items():
             if not _close(parameter, filled.named[fqn]):
-                same.pop(own.optimizers.of[fqn], None)
+                same.pop(course.optimizers.of[fqn], None)
     return same
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def _counters(
-    program: Program, dry: _Dry, before: Mapping[str, Values]
+    program: Program, dry: Dry, before: Mapping[str, Values]
 ) -> dict[str, tuple[str, ...]]:
     """Optimizer -> what its steps change beside the state of parameters, where they do. Raises
     ProgramError where that cannot be known on every rank alike, or cannot be moved."""
@@ -375,9 +239,9 @@ def _counters(
             "'lr' in its param_groups, which the schedule of learning rates sets as well; leave "
             "one of them out"
         )
-    nowhere = _Dry(program, dry.every, [], WHOLE, counting=names)
-    for number in range(DRY_STEPS):
-        nowhere.step(number)
+    nowhere = Dry(program, dry.every, [], WHOLE, counting=names)
+    for _ in range(DRY_STEPS):
+        nowhere.step({})
     elsewhere = nowhere.beside()
     for name, values in dry.beside().items():
         who = f"optimizer {shown(name, dry.optimizers.each[name])}"
@@ -399,12 +263,12 @@ def _counters(
 
 
 def _check_carried(
-    program: Program, every: list[TensorSpec], done: _Dry, *,
+    program: Program, every: list[TensorSpec], done: Dry, *,
     found: Mapping[str, OptimizerSpec], counters: Mapping[str, tuple[str, ...]],
 ) -> None:  # fmt: skip
     """Each generation makes new objects, and gives them the state of their parameters and these
     counters, nothing else: their steps must be those of the old ones."""
-    new = _Dry(program, every, done.specs, WHOLE)
+    new = Dry(program, every, done.specs, WHOLE)
     old_counts = OptimizerCounters(done.optimizers.each, counters)
     new_counts = OptimizerCounters(new.optimizers.each, counters)
     new_counts.load_state_dict(old_counts.state_dict())
@@ -416,9 +280,11 @@ def _check_carried(
         state = {k: copy.deepcopy(v) for k, v in done.state(fqn).items() if k in names}
         new.optimizers.owner(fqn).state[parameter] = state
         there[fqn] = {k for k, v in done.state(fqn).items() if v is not None}
-    for number in range(done.more_steps or DRY_STEPS):
+    first = DRY_STEPS if done.more_steps else 0
+    for number in range(first, first + (done.more_steps or DRY_STEPS)):
+        gradients = done.gradients(number)
         for dry in (done, new):
-            dry.step(number % DRY_STEPS)
+            dry.step(gradients)
     for fqn, parameter in done.named.items():
         late = [k for k, v in done.state(fqn).items() if v is not None and k not in there[fqn]]
         if late:
@@ -435,7 +301,7 @@ def _check_carried(
             )
 
 
-def _check_moved(dry: _Dry) -> None:
+def _check_moved(dry: Dry) -> None:
     """One that steps tensors of a list of its own would train nothing here."""
     for name, optimizer in dry.optimizers.each.items():
         still = all(torch.equal(dry.named[fqn], dry.values[fqn]) for fqn in dry.owned(name))
@@ -447,21 +313,24 @@ def _check_moved(dry: _Dry) -> None:
 
 
 def _same_in_parts(
-    whole: _Dry, part: _Dry, kept: dict[str, OptimizerSpec]
+    course: Dry, part: Dry, kept: dict[str, OptimizerSpec]
 ) -> dict[str, OptimizerSpec]:
     """Those of which a step on a part of a tensor is that part of a step on all of it."""
-    for number in range(DRY_STEPS):
-        part.step(number)
+    same = dict(kept)
+    for done in course.done:
+        part.step(done.gradients)
+        for fqn, parameter in part.named.items():
+            if not _close(corner(done.weights[fqn]), parameter):
+                same.pop(part.optimizers.of[fqn], None)
 
-    def same(fqn: str, wanted: OptimizerSpec) -> bool:
-        pairs = [(whole.named[fqn], part.named[fqn])]
-        pairs += [(whole.state(fqn)[key], part.state(fqn)[key]) for key in wanted.entries]
-        return all(_close(_corner(mine), other) for mine, other in pairs)
+    def state_is(fqn: str, wanted: OptimizerSpec) -> bool:
+        there, here = course.state(fqn), part.state(fqn)
+        return all(_close(corner(there[key]), here[key]) for key in wanted.entries)
 
     return {
         name: wanted
-        for name, wanted in kept.items()
-        if all(same(fqn, wanted) for fqn in part.owned(name))
+        for name, wanted in same.items()
+        if all(state_is(fqn, wanted) for fqn in part.owned(name))
     }
 
 
@@ -496,12 +365,17 @@ def _large_step(
     dtype: str = "float32",
     shape: tuple[int, int] = LARGE,
 ) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-    """That of a large matrix, or of its corner, in the place of this parameter."""
+    """That of a large matrix, or of its corner, in the place of this parameter. What is not torch's
+    own makes another, whose gradient is nearly orthogonal to the matrix, and not to its corner."""
     values = torch.linspace(0.5, 1.0, prod(LARGE), dtype=getattr(torch, dtype)).view(LARGE)
     large = nn.Parameter(values[: shape[0], : shape[1]].clone())
     optimizer = Optimizers(program, every, {fqn: large}).owner(fqn)
     large.grad = torch.full_like(large, 0.1)
     step_of(optimizer)
+    if not of_torch(optimizer):
+        large.grad = torch.full_like(large, 0.1)
+        large.grad[:, LARGE[1] // 2 :].neg_()
+        step_of(optimizer)
     return optimizer, large
 
 
@@ -519,34 +393,38 @@ def _check_draws(program: Program, every: list[TensorSpec], owners: Mapping[str,
             )
 
 
-def _check_alone(
-    program: Program, every: list[TensorSpec], whole: _Dry, *, names: Sequence[str]
-) -> None:
-    """An owner steps some of the tensors: the update of one must not hang on the others."""
+def _check_at_owners(course: Dry, names: Sequence[str]) -> None:
+    """What their owners could not keep."""
     if not names:
         return
-    if whole.optimizers.begun:
+    if course.optimizers.begun:
         raise ProgramError(
-            f"optimizer {shown(names[0], whole.optimizers.each[names[0]])}: it is not element-wise "
-            "and has state before its first step; make that state in its first step"
+            f"optimizer {shown(names[0], course.optimizers.each[names[0]])}: it is not "
+            "element-wise and has state before its first step; make that state in its first step"
         )
-    parameters = {id(parameter) for parameter in whole.named.values()}
+    parameters = {id(parameter) for parameter in course.named.values()}
     for name in names:
-        optimizer = whole.optimizers.each[name]
+        optimizer = course.optimizers.each[name]
         strange = [k for k in optimizer.state if id(k) not in parameters and not isinstance(k, str)]
         if strange:
             raise ProgramError(
                 f"optimizer {shown(name, optimizer)}: it keeps state that belongs to no parameter "
                 f"({str(strange[0])[:40]!r}), which cannot be moved between ranks; {ONLY}"
             )
-    for spec in whole.specs:
-        if whole.optimizers.of[spec.fqn] in names:
-            alone = _Dry(program, every, [spec], WHOLE)
-            for number in range(DRY_STEPS):
-                alone.step(number)
-            if not _close(whole.named[spec.fqn], alone.named[spec.fqn]):
+
+
+def _check_alone(course: Dry, specs: list[TensorSpec], *, counting: Collection[str]) -> None:
+    """An owner steps some of the tensors, and so does a pipeline stage: the update of one must not
+    hang on the others, nor on how many stand before it."""
+    if not specs:
+        return
+    alone = Dry(course.program, course.every, specs, WHOLE, counting=counting)
+    for done in course.done:
+        alone.step(done.gradients)
+        for fqn, parameter in alone.named.items():
+            if not _close(done.weights[fqn], parameter):
                 raise ProgramError(
-                    f"{whole.name(spec.fqn)}: the step of {spec.fqn} depends on other parameters, "
+                    f"{course.name(fqn)}: the step of {fqn} depends on other parameters, "
                     f"or on random numbers; {ONLY}"
                 )
 

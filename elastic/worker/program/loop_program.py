@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import json
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -41,6 +44,8 @@ GROUPS = COUNTERS  # the name of the optimizers' settings among the extra state
 EPOCHS = "epochs"  # among the settings: instead of steps
 WHERE = "elastic.loop(optimizer=...)"
 EVALUATE = "elastic.loop(evaluate=...)"
+MODE = "training"  # the attribute of a module
+MOST_TEXT = 3072  # of what is set on modules, in the box of the settings, which has 4096 to spare
 Own = Optimizer | dict[str, Optimizer]  # what a script gives: one, or several by name
 
 
@@ -197,12 +202,137 @@ def _clear(parameters: list[nn.Parameter], set_to_none: bool = True) -> None:
         parameter.grad = None
 
 
+class ModuleNumbers:
+    """Modes of modules (`training`) and numbers that they had when they were built (`drop.p`), as
+    far as the script has set them inside of its loop: the modules of the next generation have them
+    too. What a forward pass changes itself is none of it."""
+
+    def __init__(self) -> None:
+        # a mode is that of all modules below it, but for those that have another
+        self._kept: dict[str, float] = {}
+        self._text, self._known = "", True
+        self._held: list[tuple[str, dict[str, Any], str]] = []
+        self._built: list[Any] = []
+        self._last: list[Any] = []
+        self._set: set[int] = set()
+
+    def begin(self, module: nn.Module) -> None:
+        """Those of a generation get what was set before."""
+        kept = self.kept()
+        self._held = [
+            (f"{name}.{key}".removeprefix("."), vars(one), key)
+            for name, one in module.named_modules()
+            for key, value in vars(one).items()
+            if key == MODE or _is_number(value) and not key.startswith("_")
+        ]
+        self._last = self._built = self._values()
+        self._set, self._known = set(), False
+        modes: dict[str, Any] = {}
+        changes = any(map(_is_mode, kept))
+        for name, held, key in self._held:
+            if key == MODE and changes:
+                modes[name] = held[key] = kept.get(name, modes.get(_above(name), held[key]))
+            elif name in kept:
+                held[key] = kept[name]
+        self.look()
+
+    def look(self) -> None:
+        """What has changed since the last time the script has set."""
+        before, now = self._last, self._values()
+        changed = {i for i, value in enumerate(now) if value is not before[i]}
+        changed = {i for i in changed if not _equal(now[i], before[i])}
+        self._last = now
+        if changed:
+            self._set |= changed
+            self._known = False
+
+    def passed(self) -> None:
+        """What has changed since the last time it has not."""
+        self._last = self._values()
+
+    def kept(self) -> dict[str, float]:
+        """Name -> what it is set to now. Raises ProgramError where it is more than travels."""
+        self.look()
+        if not self._known:
+            self._kept = self._taken()
+            self._text, self._known = _packed(self._kept), True
+        return self._kept
+
+    def text(self) -> str:
+        """The same as it travels; '' = none."""
+        self.kept()
+        return self._text
+
+    def load(self, text: str) -> None:
+        """That of a state. A script that has a model already has set what it wants itself."""
+        if not self._held and text:
+            self._kept, self._text = json.loads(zlib.decompress(base64.b64decode(text))), text
+
+    def _values(self) -> list[Any]:
+        return [held.get(key) for _, held, key in self._held]
+
+    def _taken(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        modes = False
+        for i in sorted(self._set):
+            (name, _, key), value = self._held[i], self._last[i]
+            if _equal(value, self._built[i]):
+                continue
+            if key == MODE:
+                modes = True
+            elif _is_number(value):
+                found[name] = float(value) if isinstance(value, float) else int(value)
+        if modes:
+            each = {name: bool(held[MODE]) for name, held, key in self._held if key == MODE}
+            built = dict(zip((name for name, *_ in self._held), self._built, strict=True))
+            above = {**each, "": built[MODE]}
+            found |= {k: v for k, v in each.items() if above.get(_above(k)) is not v}
+        return found
+
+
+def _is_number(value: object) -> bool:
+    """A flag is none: what it says is often of other attributes too."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return (
+        one is other
+        or type(one) is type(other)
+        and isinstance(one, int | float)
+        and bool(one == other)
+    )
+
+
+def _is_mode(name: str) -> bool:
+    return name.rpartition(".")[2] == MODE
+
+
+def _above(mode: str) -> str:
+    """That of the module which has the one of this mode; "" = none has it."""
+    module = mode.removesuffix(MODE).removesuffix(".")
+    return f"{module.rpartition('.')[0]}.{MODE}".removeprefix(".") if module else ""
+
+
+def _packed(settings: Mapping[str, float]) -> str:
+    text = base64.b64encode(zlib.compress(json.dumps(settings).encode())).decode()
+    if len(text) > MOST_TEXT:
+        raise ProgramError(
+            f"the script sets modes and numbers on modules of run.model inside of its loop, "
+            f"{len(settings)} that are not as they were built ({next(iter(settings))} ...), more "
+            "than go along with a change of the workers: set them before elastic.loop"
+        )
+    return text if settings else ""
+
+
 class Settings:
     """The optimizers' learning rates and other settings, and what they count beside, as extra
-    state: whoever changes them, they travel with the model."""
+    state: whoever changes them, they travel with the model. So does what the script sets on its
+    modules."""
 
     def __init__(self, optimizer: Own) -> None:
         self.each = by_name(optimizer, WHERE)
+        self.modules: ModuleNumbers | None = None  # of the model that is trained, in a worker
         self.counts: tuple[str, ...] = ()  # that a state must have beside settings
 
     @property
@@ -211,7 +341,9 @@ class Settings:
 
     def state_dict(self) -> dict[str, Any]:
         own = [own_of(one) for one in self.each.values()]
-        return {"groups": settings_of(self.groups)} | ({"own": own} if any(own) else {})
+        found = {"groups": settings_of(self.groups)} | ({"own": own} if any(own) else {})
+        text = self.modules.text() if self.modules is not None else ""
+        return found | ({"modules": text} if text else {})
 
     def expect(self, specs: Iterable[OptimizerSpec], step: int) -> None:
         """What is loaded next is the state behind so many steps of these optimizers."""
@@ -227,6 +359,8 @@ class Settings:
             )
         for group, saved in zip(self.groups, state["groups"], strict=True):
             group.update(saved)
+        if self.modules is not None:
+            self.modules.load(state.get("modules", ""))
         # a state from before the first step may have none
         for optimizer, own in zip(
             self.each.values(), state.get("own") or [{}] * len(self.each), strict=True

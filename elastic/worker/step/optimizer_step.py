@@ -17,12 +17,12 @@ from elastic.program import Program
 from elastic.types import Job, Plan
 from elastic.types.grid import fullest_experts
 from elastic.worker.parallel.parallelize import local
-from elastic.worker.process.call_log import RULE, difference, parts_of
+from elastic.worker.process.call_log import RULE, difference, other_settings, parts_of
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.readback import Number, read
 from elastic.worker.process_groups.axis_ranges import axis_range
 from elastic.worker.process_groups.groups import Groups
-from elastic.worker.process_groups.wire import gather_words
+from elastic.worker.process_groups.wire import gather_numbers, gather_words
 from elastic.worker.program.commit import KEPT_COMMITS, Commit
 from elastic.worker.program.guards import GuardMemory, Trip, judge, trip_of
 from elastic.worker.program.loop_program import LoopProgram, NotOfModel
@@ -338,10 +338,9 @@ class Stepper(ForwardBackward):
             [astuple(part) for part in self.script.calls.parts()], self.groups.commit
         )
         ranks = {rank: parts_of(words, rank) for rank, words in enumerate(said)}
-        raise ProgramError(
-            difference(ranks)
-            or f"step {self.state.step + 1}: the ranks have not made the same calls; {RULE}"
-        )
+        settings = other_settings(gather_numbers(self.script.calls.settings, self.groups.commit))
+        why = settings or f"the ranks have not made the same calls; {RULE}"
+        raise ProgramError(difference(ranks) or f"step {self.state.step + 1}: {why}")
 
     def _part(self, pending: Pending, words: CommitFields) -> RankPart:
         overflowed = self.loss_scale.on and not math.isfinite(pending.square_norm)

@@ -40,6 +40,75 @@ class ClippedEach(torch.optim.SGD):
         return super().step(closure)
 
 
+class ClippedAtTimes(torch.optim.SGD):
+    """Each tensor by its own norm, in each fifth step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["n"] = group.get("n", 0) + 1
+            for p in group["params"] if group["n"] % 5 == 0 else ():
+                p.grad.mul_(MOST / p.grad.norm().clamp(min=MOST))
+        return super().step(closure)
+
+
+class ClippedLater(torch.optim.SGD):
+    """By the norm of all gradients, from the tenth step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["n"] = group.get("n", 0) + 1
+            if group["n"] >= 10:
+                torch.nn.utils.clip_grad_norm_(group["params"], MOST)
+        return super().step(closure)
+
+
+class Projected(torch.optim.SGD):
+    """As SGDP has it: where the gradient is nearly orthogonal to the weight, the part of the step
+    along the weight is left out."""
+
+    rows = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                views = (p.flatten(1), p.grad.flatten(1)) if p.ndim > 1 else (p[None], p.grad[None])
+                w, g = views if self.rows else (one.reshape(1, -1) for one in views)
+                cosine = torch.cosine_similarity(w, g).abs().max()
+                if p.ndim > 1 and cosine < 0.1 / math.sqrt(w.shape[1]):
+                    unit = w / w.norm(dim=1, keepdim=True)
+                    p.grad = (g - unit * (unit * g).sum(1, keepdim=True)).view_as(p)
+        return super().step(closure)
+
+
+class ProjectedWhole(Projected):
+    rows = False
+
+
+class Doubled(torch.optim.SGD):
+    """Element-wise, and not torch's own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(2.0)
+        return super().step(closure)
+
+
+class ByPlace(torch.optim.SGD):
+    """Those that come first in a group are stepped least."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.grad.mul_(0.9 ** (len(group["params"]) - i))
+        return super().step(closure)
+
+
 class ByRows(torch.optim.SGD):
     """Steps of large tensors are smaller, by their number of rows."""
 
@@ -106,6 +175,20 @@ def around(parameters: list[Any], lr: float) -> Lookahead:
     return Lookahead(torch.optim.AdamW(parameters, lr=lr))
 
 
+def with_norms(parameters: list[Any], lr: float) -> torch.optim.AdamW:
+    """AdamW, whose matrices are divided by their norms after each tenth step."""
+    optimizer = torch.optim.AdamW(parameters, lr=lr)
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["n"] = group.get("n", 0) + 1
+            for p in group["params"] if group["n"] % 10 == 0 else ():
+                p.data.div_(p.data.norm() if p.ndim == 2 else 1.0)
+
+    optimizer.register_step_post_hook(hook)
+    return optimizer
+
+
 def kept(kind: Callable[..., torch.optim.Optimizer]) -> Any:
     program: Program = replace(BARE, optimizer=lambda named: kind([p for _, p in named], lr=0.1))
     return what_they_keep(program, SPECS).optimizers
@@ -115,6 +198,8 @@ def kept(kind: Callable[..., torch.optim.Optimizer]) -> Any:
     ("kind", "says"),
     [
         (Clipped, "Clipped: the step of .* depends on other parameters"),
+        (ClippedLater, "ClippedLater: the step of .* depends on other parameters"),
+        (ByPlace, "ByPlace: the step of .* depends on other parameters"),
         (Averaged, "Averaged: its state 'average' comes later than with its first 3 steps"),
     ],
 )
@@ -124,10 +209,23 @@ def test_what_begins_beyond_a_limit_is_refused(kind: type[torch.optim.SGD], says
     assert re.search(says, str(refused.value))
 
 
-@pytest.mark.parametrize("kind", [ClippedEach, ByRows])
-def test_what_looks_at_a_whole_tensor_is_given_whole_ones(kind: type[torch.optim.SGD]) -> None:
+@pytest.mark.parametrize(
+    "kind", [ClippedEach, ClippedAtTimes, with_norms, Projected, ProjectedWhole, ByRows]
+)
+def test_what_looks_at_a_whole_tensor_is_given_whole_ones(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
     assert all(one.form for one in kept(kind))
-    assert not any(one.form for one in kept(torch.optim.SGD))
+    for plain in (torch.optim.SGD, torch.optim.AdamW, Doubled):
+        assert not any(one.form for one in kept(plain))
+
+
+def test_a_place_in_the_group_is_seen_where_all_parameters_are_alike() -> None:
+    specs = [spec for spec in SPECS if len(spec.shape) == 2]
+    alike = [replace(specs[0], fqn=f"layers.{i}.weight") for i in range(3)]
+    program: Program = replace(BARE, optimizer=lambda named: ByPlace([p for _, p in named], lr=0.1))
+    with pytest.raises(ProgramError, match="depends on other parameters"):
+        what_they_keep(program, alike)
 
 
 @pytest.mark.parametrize(("kind", "copy"), [(Anchored, "anchor"), (around, "slow")])

@@ -1,0 +1,147 @@
+"""Modes and numbers that a script sets on modules inside of its loop: they go where the state goes,
+and every rank has the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.loop_reference import train_script_alone
+from support.places import PROGRAMS
+from support.worker.loop_case import loop_job
+from support.worker.plans import live, plan
+from support.worker.worker_pool import Pool
+from torch import nn
+
+from elastic.errors import ProgramError
+from elastic.types import Layout, StepDone
+from elastic.worker.loop.loop_model import LoopModel
+from elastic.worker.process.call_log import CallLog, other_settings
+from elastic.worker.program.extra_state import decode, encode
+from elastic.worker.program.loop_program import GROUPS, Settings
+
+
+class Counting(nn.Module):
+    """Its forward pass changes a number itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.flag = 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Counting())
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.drop(self.encoder(x))
+        return out
+
+
+def attached() -> tuple[LoopModel, Settings]:
+    """As a script's, whose state a generation loads before it has a model."""
+    model = LoopModel(Model, CallLog())
+    settings = Settings(torch.optim.SGD(Model().parameters(), lr=0.1))
+    settings.modules = model.module_numbers
+    return model, settings
+
+
+def moved(state: object) -> object:
+    """Through a box, as bytes."""
+    return decode(
+        GROUPS, torch.frombuffer(bytearray(boxed(encode(GROUPS, state))), dtype=torch.uint8)
+    )
+
+
+def boxed(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
+
+
+def set_some(model: LoopModel) -> None:
+    model.encoder.eval()
+    model.encoder[2].train()
+    model.drop.p = 0.0
+
+
+def check_set(model: Model) -> None:
+    modes = {name: one.training for name, one in model.named_modules() if not one.training}
+    assert set(modes) == {"encoder", "encoder.0", "encoder.1"} and model.drop.p == 0.0
+
+
+def test_a_later_generation_has_them_and_so_has_a_worker_that_comes_later() -> None:
+    ours, settings = attached()
+    ours.attach(Model())
+    assert "modules" not in settings.state_dict() and not ours.set_by_script()
+    set_some(ours)
+    later, newcomer = Model(), Model()
+    ours.attach(later)
+    check_set(later)
+    theirs, other = attached()
+    other.load_state_dict(moved(settings.state_dict()))  # type: ignore[arg-type]
+    theirs.attach(newcomer)
+    check_set(newcomer)
+    assert theirs.set_by_script() == ours.set_by_script()
+    assert other.state_dict() == settings.state_dict()
+    later.encoder.train()
+    later.drop.p = 0.1
+    assert not ours.set_by_script() and "modules" not in settings.state_dict()
+
+
+def test_what_a_forward_pass_changes_itself_and_flags_stay_where_they_are() -> None:
+    ours, _ = attached()
+    ours.attach(Model())
+    for step in range(3):
+        ours.drop.p = 0.1 * step
+        ours(torch.ones(2, 2))
+        ours.encoder[2].flag = True
+        assert list(ours.set_by_script()) == ([] if step == 1 else ["drop.p"])
+    ours.attach(fresh := Model())
+    assert (fresh.encoder[2].n, fresh.encoder[2].flag, fresh.drop.p) == (0, False, 0.2)
+
+
+def test_more_than_goes_along_is_refused() -> None:
+    model = LoopModel(Model, CallLog())
+    model.attach(many := nn.ModuleList(nn.Dropout(0.1) for _ in range(600)))
+    for one in many:
+        one.eval()
+    assert len(model.set_by_script()) == 600  # with equal names: little
+    for one, p in zip(many, torch.rand(600).tolist(), strict=True):
+        one.p = p
+    with pytest.raises(ProgramError, match="sets modes and numbers on modules of run.model inside"):
+        model.set_by_script()
+
+
+def test_a_rank_that_sets_others_is_named() -> None:
+    marks = []
+    for settings in ({}, {"encoder.training": False}, {"encoder.training": False}):
+        log = CallLog()
+        log.note_settings(settings)
+        marks.append(log.take_mark())
+    assert marks[0] != marks[1] == marks[2]
+    same, odd = {"drop.p": 0.0}, {"drop.p": 0.0, "encoder.training": 0.0}
+    found = "has set encoder.training = 0 in run.model, rank"
+    assert f"rank 2 {found} 0 has not" in other_settings([same, same, odd])
+    assert f"rank 0 {found} 1 has not" in other_settings([odd, same, odd])
+    assert not other_settings([odd, odd])
+
+
+@pytest.mark.e2e
+def test_losses_are_those_of_one_process_with_a_worker_that_never_came_to_the_line(
+    pool: Pool, tmp_path: Path
+) -> None:
+    job = loop_job("loop_set_inside.py", steps=8) | {"clip_grad_norm": None}
+    workers = pool.open(job, tmp_path)
+    one = plan(1, Layout(dp_shard=2), workers, 12, samples=(8, 4), n_blocks=0)
+    pool.enter(one)
+    pool.wait(lambda: any(e.step >= 4 for e in pool.events(StepDone)), "step 4")
+    pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(one), n_blocks=0))
+    pool.quiesced(2, 3)
+    alone = train_script_alone(PROGRAMS / "loop_set_inside.py", [], 7, 8)
+    assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone, abs=1e-5)
