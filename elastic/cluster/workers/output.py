@@ -136,6 +136,8 @@ class LastWords:
 
     @classmethod
     def of(cls, text: str) -> LastWords:
+        """Without secrets of this process, who is not the one that wrote it."""
+        text = masked_text(text)
         if crash := CRASH.search(text):
             return cls(crash=" ".join((crash[1] or crash[2]).split()))
         # of a bar its last state; ":actor_name:..." is Ray's
