@@ -31,6 +31,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
 
+from elastic.text import one_line
 from elastic.user_frames import plainly
 
 Made = TypeVar("Made")
@@ -183,10 +184,7 @@ def nearest(name: str, names: Iterable[str], called: str) -> str:
 def in_one_line(error: BaseException) -> str:
     """What it says, for a terminal: what a file or a stranger has put into it moves no cursor and
     fills no screen."""
-    text = " ".join(str(error).split())
-    if len(text) > LINE_MOST:
-        text = f"{text[:LINE_MOST]}... ({len(text)} characters)"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return one_line(str(error), LINE_MOST)
 
 
 def unknown_keyword(where: str, name: str, names: Iterable[str]) -> str:

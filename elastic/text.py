@@ -43,6 +43,23 @@ def count(value: float) -> str:
     return f"{value:g}"
 
 
+def printable(text: str) -> str:
+    """For a terminal: what would command it (`\\x1b`) is escaped; lines and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def one_line(text: str, most: int) -> str:
+    """The same as one line, of at most that many characters and how many there were."""
+    line = " ".join(text.split())
+    if len(line) > most:
+        line = f"{line[:most]}... ({len(line)} characters)"
+    return printable(line)
+
+
 # -------------------------------------------------------------------------------------------- bytes
 
 

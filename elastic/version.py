@@ -3,14 +3,20 @@ where it lies, and what it keeps. Imports none of it."""
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
+import stat
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 __version__ = "0.1.0"
 PACKAGE = Path(__file__).resolve().parent  # the folder of this package
+COMPILED = "compiled"  # the kind of folder that torch.compile fills, see own_folder
+COMPILED = "compiled"  # see own_folder
 
 
 def python_path(*first: str) -> str:
@@ -32,6 +38,30 @@ def user_cache(variable: str, kind: str = "", environment: Mapping[str, str] = o
     in $XDG_CACHE_HOME (~/.cache)."""
     base = environment.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(environment.get(variable) or Path(base, "elastic", kind)).expanduser()
+
+
+def own_folder(kind: str) -> str:
+    """A folder on this machine's own disk that this user alone may enter, as code is loaded from
+    it; one for all processes. Where somebody else's is in its place it is one in the user's cache,
+    and where none can be made there, a new one."""
+    with suppress(OSError):
+        return _owned(Path(tempfile.gettempdir(), f"elastic-{kind}-{os.getuid()}"))
+    with suppress(OSError, RuntimeError):  # RuntimeError: a user without a home folder
+        return _owned(user_cache("", kind))
+    return tempfile.mkdtemp(prefix=f"elastic-{kind}-")
+
+
+def _owned(folder: Path) -> str:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_own(folder)
+    return str(folder)
+
+
+def check_own(folder: Path) -> None:
+    """Raises PermissionError where others may enter it or it is a link; OSError."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "it is not a folder of this user alone", str(folder))
 
 
 @cache

@@ -8,6 +8,20 @@ from elastic import text as text_of
 
 
 @pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("step 3: ▶ 0,5 ü\t1\n", "step 3: ▶ 0,5 ü\t1\n"),
+        ("\x1b]0;x\x07", "\\x1b]0;x\\x07"),
+        ("a\rb\x9b2J\u202ec\udc80", "a\\rb\\x9b2J\\u202ec\\udc80"),
+    ],
+)
+def test_what_would_command_a_terminal_is_escaped(said: str, shown: str) -> None:
+    assert text_of.printable(said) == shown
+    assert text_of.one_line("so\x1b[2J\r\n  so ", 99) == "so\\x1b[2J so"
+    assert text_of.one_line("so " * 99, 5) == "so so... (296 characters)"
+
+
+@pytest.mark.parametrize(
     ("hours", "text"),
     [
         (0.0, "-"),

@@ -158,6 +158,10 @@ def _cluster(asked: NewJob, name: str) -> str:
         ends="Ray on its host" if own else "its machine",
         end=f'END="{ENDS[asked.place]}" ' if asked.place in ENDS else "",
         labels="\n    --labels=elastic-pool=hosts,ray.io/market-type=owned" if own else "",
+        own_folder=_read("clusters", "own_folder.yaml") if own else "",
+        same_folder="  - *own_folder\n" if own else "",
+        tmpdir=" export RAY_TMPDIR=/tmp/elastic-ray-$(id -u);" if own else "",
+        temp_dir=" --temp-dir=$RAY_TMPDIR/ray" if own else "",
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from elastic.errors import ElasticError, Interrupted, SpecError, alike, in_one_line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
+from elastic.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -173,8 +174,9 @@ def opened(given: argparse.Namespace) -> RunFolder:
 
 
 def show(given: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
-    """One JSON document, or lines."""
-    print(json.dumps(data, default=str) if given.json else "\n".join(lines))
+    """One JSON document, or lines; what they tell of a run, anybody may have written who may write
+    its storage."""
+    print(json.dumps(data, default=str) if given.json else printable("\n".join(lines)))
 
 
 def drawn_on() -> Console | None:

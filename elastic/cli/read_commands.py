@@ -14,12 +14,12 @@ from typing import Any
 from elastic import api
 from elastic.api.diagnose import communicated, diagnosed
 from elastic.cli.parser import RUN, drawn_on, number, opened, option, run_verb, show, verb, whole
-from elastic.errors import JournalDamaged, SpecError
+from elastic.errors import JournalDamaged, SpecError, in_one_line
 from elastic.observe import find_runs, logs, run_tables
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.reporting.run_seen import seen_of_run
 from elastic.observe.reporting.run_standing import standing_of_run
-from elastic.text import n_of
+from elastic.text import n_of, printable
 
 
 def add(verbs: Any) -> None:
@@ -77,7 +77,7 @@ def _ls(given: argparse.Namespace) -> int:
         try:
             view = find_runs.now(run)
         except (SpecError, JournalDamaged) as error:  # the others are listed all the same
-            print(f"elastic: run '{name}' is left out: {error}", file=sys.stderr)
+            print(f"elastic: run '{name}' is left out: {in_one_line(error)}", file=sys.stderr)
             continue
         rows.append(run_tables.Row(view, api.holder(run.storage), run.age_s(), name))
     show(
@@ -93,17 +93,18 @@ def _status(given: argparse.Namespace) -> int:
     seen, holder = standing_of_run(run), api.holder(run.storage)
     view, goodput = seen.view, seen.account.totals.goodput
     if given.quiet and not given.json:
-        print(run_tables.brief(view, holder, goodput))
+        print(printable(run_tables.brief(view, holder, goodput)))
         return 0
     found = diagnosed(seen.evidence, run.storage)
     again = "" if given.json or holder else find_runs.resuming(run, view.job)
     resumed = f"to resume it: {again}" if again and view.phase != "succeeded" else ""
     if not given.json and (console := drawn_on()) is not None:
+        from elastic.observe.picture_parts import Printable
         from elastic.observe.status_picture import StatusPicture
 
-        console.print(StatusPicture(seen, holder, found))
+        console.print(Printable(StatusPicture(seen, holder, found)))
         if resumed:
-            print(resumed)
+            print(printable(resumed))
         return 0
     plain = run_tables.status_plain(view, holder, goodput=goodput)
     plain |= {"verdicts": [one.plain() for one in found]}
@@ -145,7 +146,7 @@ def _table(given: argparse.Namespace) -> int:
     rows = rows_of(find_runs.view_begun(opened(given)))
     text = text_of(rows, columns_of(rows))
     if not given.csv:
-        print(text, end="")
+        print(printable(text), end="")
         return 0
     try:
         Path(given.csv).write_text(text)

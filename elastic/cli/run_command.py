@@ -16,6 +16,7 @@ from elastic.cli.parser import EXIT, add_overrides, option, overrides, verb
 from elastic.driver import interruptible
 from elastic.errors import ElasticError, Interrupted, RunDone, SpecError
 from elastic.observe import find_runs
+from elastic.text import printable
 from elastic.types import is_auto, named_after_auto, parse_layout
 
 
@@ -133,7 +134,7 @@ def _ran(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(result.summary))
     elif result.outcome == "failed":
-        print(f"elastic: run {result.run} failed: {result.reason}", file=sys.stderr)
+        print(f"elastic: run {result.run} failed: {printable(result.reason)}", file=sys.stderr)
     if result.outcome == "stopped":
         lines = find_runs.stopped_lines(result.run, result.reason, given.words)
         print(lines, end="", file=sys.stderr)

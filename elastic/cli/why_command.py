@@ -19,6 +19,7 @@ from elastic.observe.reporting.run_seen import seen_of_run
 from elastic.observe.run_view import View
 from elastic.observe.terminal import STYLES
 from elastic.observe.why_lines import HEAD, KINDS, REST, Wanted, WhyRow
+from elastic.text import printable
 
 SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 AGO = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d|w)")
@@ -83,9 +84,10 @@ def _listed(given: argparse.Namespace, view: View) -> int:
 def _print(rows: Sequence[WhyRow]) -> None:
     """On a terminal colored, and cut to its width; `--all | less -R`, or a file, has all of it."""
     if not sys.stdout.isatty():
-        print("\n".join(row.text for row in rows))
+        print(printable("\n".join(row.text for row in rows)))
         return
     console = Console(highlight=False)
     for row in rows:
         style = {HEAD: "bold", REST: "dim"}.get(row.kind, STYLES.get(row.kind, ""))
-        console.print(Text(row.text, style=style), no_wrap=True, overflow="ellipsis", crop=True)
+        text = Text(printable(row.text), style=style)
+        console.print(text, no_wrap=True, overflow="ellipsis", crop=True)

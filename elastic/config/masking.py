@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 STARS = "***"
@@ -93,7 +92,7 @@ def masked(value: Any, mark: Mark = stars, name: str = "", *, named: bool = True
 def masked_text(text: str, mark: Mark = stars) -> str:
     """A text of any kind: secrets of the environment, passwords in URIs, values of options,
     well-known forms."""
-    of_environment = _of_environment()
+    of_environment = _ENVIRONMENT.secrets()
     if of_environment is not None:
         text = of_environment.sub(lambda m: _marked(mark, "", m[0]), text)
     if not _MAY_HOLD.search(text):
@@ -105,14 +104,33 @@ def masked_text(text: str, mark: Mark = stars) -> str:
     return _FORM.sub(lambda m: _marked(mark, "", m[0]), text)
 
 
-@cache
-def _of_environment() -> re.Pattern[str] | None:
-    """The secrets in it, as they were when first asked for; no paths of files that hold them."""
-    found = {
-        value
-        for name, value in os.environ.items()
-        if len(value) >= LEAST_LETTERS and not value.startswith("/") and is_secret(name, value)
-    }
+class _Environment:
+    """The secrets in this process's, as it is: a program may read more into it at any time."""
+
+    def __init__(self) -> None:
+        self._known: tuple[dict[bytes, bytes], re.Pattern[str] | None] = ({}, None)
+
+    def secrets(self) -> re.Pattern[str] | None:
+        """No paths of files that hold them."""
+        seen, pattern = self._known
+        # within os.environ; by its own methods a look at a hundred variables takes 100 us, and each
+        # text of a journal asks
+        now: dict[bytes, bytes] = vars(os.environ)["_data"]
+        if now != seen:
+            seen = dict(now)
+            self._known = seen, (pattern := _any_of(seen))
+        return pattern
+
+
+_ENVIRONMENT = _Environment()
+
+
+def _any_of(variables: Mapping[bytes, bytes]) -> re.Pattern[str] | None:
+    found = set()
+    for variable, held in variables.items():
+        name, value = os.fsdecode(variable), os.fsdecode(held)
+        if len(value) >= LEAST_LETTERS and not value.startswith("/") and is_secret(name, value):
+            found.add(value)
     return (
         re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))))
         if found

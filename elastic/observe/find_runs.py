@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic.config.masking import masked
-from elastic.errors import ElasticError, SpecError, alike, meant
+from elastic.errors import LINE_MOST, ElasticError, SpecError, alike, in_one_line, meant
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, JOURNAL, RunFolder
 from elastic.observe.run_view import View, view_of
 from elastic.policy.state.fold import EMPTY
 from elastic.storage import Storage, open_storage
+from elastic.text import one_line, printable
 from elastic.types import DriverStarted, Job
 
 __all__ = [
@@ -41,6 +42,7 @@ DATED = re.compile(r"-\d{8}-\d{6}")
 ELSEWHERE = ".elsewhere"
 COMMAND = "command.json"  # in a run's folder: what was typed to start it, and where
 LOOKED_INTO = 50  # the newest runs, for the name of their job
+OF_PYTHON = re.compile(r"-[BbdEhiIOPqsSuvVx]+")  # its options but -c and -m, which start no file
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit`
 OF_SUBMITTED = "~/elastic_runs"  # its working directory is a copy that Ray removes
 
@@ -207,7 +209,7 @@ def stopped_lines(run: str, reason: str, words: Sequence[str], *, naming: str = 
     same command means this run."""
     first = f"{naming}, then: " if naming else ""
     resumed = f"elastic: to resume it: {first}{again(words, run)}\n" if words else ""
-    return f"elastic: run {run} stopped: {reason}\n{resumed}"
+    return f"elastic: run {run} stopped: {one_line(reason, LINE_MOST)}\n{printable(resumed)}"
 
 
 def python_words() -> tuple[str, ...]:
@@ -220,7 +222,7 @@ def python_words() -> tuple[str, ...]:
 def resuming(run: RunFolder, job: Job) -> str:
     """The command that resumes a run, typed in this folder; '' = it was not started by `elastic
     run`, or its files are not on this machine."""
-    if typed := _typed(run):
+    if typed := _typed(run, job):
         return typed
     words, folder = ["elastic", "run", "--run-name", run.name], run.uri.rpartition("/")[0]
     if storage_uri(None) != folder:
@@ -243,18 +245,37 @@ def exporting(run: RunFolder, job: Job) -> str:
     return f"{shlex.join(words)} --to FOLDER"
 
 
-def _typed(run: RunFolder) -> str:
-    """The same from what was typed when it was started last; '' = that is not known, or was
-    elsewhere."""
+def _typed(run: RunFolder, job: Job) -> str:
+    """The same from what was typed when it was started last; '' = that is not known, was elsewhere,
+    or would start something else than the job of the journal: whoever may write the run's storage
+    may have written it."""
     try:
         found = json.loads(run.storage.get(COMMAND))
         words, folder = list(map(str, found["words"])), str(found["folder"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return ""
-    if not words or not os.path.isdir(folder):
+    if not words or not os.path.isdir(folder) or not _starts(words, folder, job):
         return ""
     line = again(words, run.name)
     return line if os.getcwd() == folder else f"cd {shlex.quote(folder)} && {line}"
+
+
+def _starts(words: Sequence[str], folder: str, job: Job) -> bool:
+    """Is `elastic run` or `python FILE`, typed there, of this job?"""
+    if words[0] == "python":
+        file = next((word for word in words[1:] if not OF_PYTHON.fullmatch(word)), "-")
+        place = Path(folder, file).resolve()
+        return (
+            not file.startswith("-")
+            and bool(job.folder)
+            and place.is_relative_to(os.path.realpath(job.folder))
+        )
+    given = words[1 : words.index("--")] if "--" in words else words[1:]
+    there = [os.path.realpath(Path(folder, word.rpartition("=")[2])) for word in given]
+    files = [place for place in there if place.endswith(".py")]
+    named = files or [place for place in there if Path(place, "job.yaml").is_file()]
+    own = {os.path.realpath(name) for name in (job.folder, job.script, job.program) if name}
+    return words[0] == "run" and bool(named) and own.issuperset(named)
 
 
 def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:
@@ -266,7 +287,7 @@ def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:
         try:
             found.append(RunFolder.of(open_storage(root.uri_of(name))))
         except SpecError as error:  # one that is another user's
-            log.warning("left out: %s", error)
+            log.warning("left out: %s", in_one_line(error))
     if storage is None:
         names = {run.name for run in found if run.exists()}
         found += [run for run in _elsewhere(root) if run.name not in names]

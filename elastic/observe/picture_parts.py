@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import isfinite
 
 from rich import box
 from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from elastic.observe import node_speeds
 from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.run_view import View
-from elastic.text import n_of
+from elastic.text import n_of, printable
 from elastic.types import Node
 
 MOST_DRAWN = 64  # ranks; more are a text of their own
@@ -29,6 +31,17 @@ STATUS_STYLES = {
     "released": "dim",
 }
 BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Printable:
+    """A picture in which nothing that a run says commands the terminal; its colors do."""
+
+    picture: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.picture, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def table_of(

@@ -22,10 +22,11 @@ from elastic.ledger.heard_lines import HeardLines
 from elastic.ledger.journal import Line
 from elastic.observe import picture_parts
 from elastic.observe.accounting.accounts import Books
+from elastic.observe.picture_parts import Printable
 from elastic.observe.run_tables import paid, spending
 from elastic.observe.run_view import Note, View
 from elastic.policy.state.fold import Change, changes
-from elastic.text import duration
+from elastic.text import duration, printable
 
 LOOK_S = 0.25
 STOP_MOST_S = 5.0
@@ -143,7 +144,7 @@ class Terminal:
                 console=self._console,
                 refresh_per_second=4,
                 transient=False,
-                get_renderable=lambda: LivePicture(self.view, self._goodput),
+                get_renderable=lambda: Printable(LivePicture(self.view, self._goodput)),
             ):
                 more = True
                 while more:
@@ -185,7 +186,7 @@ class Terminal:
 
     def _print(self, text: str) -> None:
         self._printed_s = time.monotonic()
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(printable(text)), soft_wrap=True)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from elastic.ledger import lease
 from elastic.ledger.run_folder import RunFolder
 from elastic.scenarios.limit import Failed, Limit
 from elastic.storage import Storage, open_storage
+from elastic.version import COMPILED, own_folder
 
 CALM_STEPS = 8  # of a generation: a peer replica comes every 4, up to 3 more while it is on its way
 LOOK_S, GONE_S, TAIL = 0.1, 20.0, 1500
@@ -166,10 +167,10 @@ class WatchedRun:
             )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
-        # torch's own, of all runs of a user: it is to stay
-        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         own = environment_of({"TMPDIR": str(self.temporary), **self.stage.environment})
-        return {"TORCHINDUCTOR_CACHE_DIR": compiled, **own}
+        if not own.get("TORCHINDUCTOR_CACHE_DIR"):  # that of all runs of a user: it is to stay
+            own["TORCHINDUCTOR_CACHE_DIR"] = own_folder(COMPILED)
+        return own
 
     def calm(self, world: int | None = None) -> None:
         """Waits until the newest generation has done some steps. `world`: and has that many

@@ -397,6 +397,47 @@ def test_what_was_typed_resumes_a_run_from_wherever_it_is_asked(
     assert "to resume it: elastic run --run-name one" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "is_shown"),
+    [
+        (["run", "mine", "--set", "steps=9"], True),
+        (["run", "--set=steps=9", "../here/mine"], True),
+        (["run", "other"], False),
+        (["run", "mine", "--set", "program=other/program.py"], False),
+        (["run", "--script", "other/train.py"], False),
+        (["run"], False),
+        (["python", "-u", "mine/fit.py", "--lr", "1"], True),
+        (["python", "other/fit.py"], False),
+        (["python", "-c", "print()"], False),
+        (["python", "-uc", "print()"], False),
+        (["python", "-m", "mine.fit"], False),
+        (["python"], False),
+        (["bash", "-c", "mine/program.py"], False),
+    ],
+)
+def test_what_was_typed_is_shown_where_it_starts_the_job_of_the_journal(
+    words: list[str], is_shown: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who may write the run's storage would have it pasted otherwise."""
+    monkeypatch.delenv("ELASTIC_STORAGE", raising=False)
+    here = tmp_path / "here"
+    for name in ("mine", "other"):
+        (here / name).mkdir(parents=True)
+        (here / name / "job.yaml").touch()
+    monkeypatch.chdir(here)
+    run = RunFolder.of(open_storage(str(here / "elastic_runs" / "one")))
+    find_runs.remember(run, words)
+    job = Job(folder=str(here / "mine"), program=str(here / "mine" / "program.py"))
+    found = find_runs.resuming(run, job)
+    assert (found == "elastic run --run-name one mine") is not is_shown
+    assert (found == find_runs.again(words, "one")) is is_shown
+
+
+def test_a_reason_of_a_stop_fills_no_screen() -> None:
+    told = find_runs.stopped_lines("r", "\x1b]0;x\x07\n" * 9999, ["run", "a\x1bb"])
+    assert "\x1b" not in told and "\x07" not in told and told.count("\n") == 2
+
+
 @pytest.mark.e2e
 def test_what_libraries_warn_of_while_they_are_imported_is_not_shown() -> None:
     """torchao's, which transformers imports: a file for another build of torch is no news here."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic.config import masking
 from elastic.config.masking import is_secret, masked, masked_text
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.segments import StoredJournal
@@ -126,7 +124,7 @@ def test_texts() -> None:
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """With planted secrets, of no known form."""
     planted = {
         "HF_TOKEN": "zq7/planted+one",
@@ -140,9 +138,20 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "RUN_NAME": "zq7-a-name",
     }.items():
         monkeypatch.setenv(name, value)
-    masking._of_environment.cache_clear()
-    yield
-    masking._of_environment.cache_clear()
+
+
+def test_the_environment_of_this_moment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program reads its .env file after the first text was masked; Ray and forks set variables of
+    a process that runs."""
+    first, second = "c0ffee" * 7, "decade" * 7
+    for secret in (first, second):
+        assert masked_text(f"401 with {secret}") == f"401 with {secret}"
+        monkeypatch.setenv("MY_API_KEY", secret)
+        assert masked_text(f"401 with {secret}") == "401 with ***"
+    assert masked_text(f"401 with {first}") == f"401 with {first}", "it is not there any more"
+    monkeypatch.delenv("MY_API_KEY")
+    monkeypatch.setenv("OTHER_API_KEY", first)  # as many variables as before
+    assert masked_text(f"{first} {second}") == f"*** {second}"
 
 
 def test_a_secret_of_the_environment_is_masked_wherever_a_program_says_it(

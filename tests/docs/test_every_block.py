@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.docs.pages import Block, blocks, commands, pages, text_of
+from support.docs.pages import COMMANDS, Block, blocks, commands, pages, text_of
 from support.places import ROOT, TESTS
 from torch.distributed.run import get_args_parser
 
@@ -21,6 +21,7 @@ from elastic.config.clusters.elastic_section import own_section
 from elastic.config.drill import DrillSpec
 from elastic.config.job import load_job
 from elastic.config.key_names import stored_keys
+from elastic.config.masking import is_secret
 from elastic.worker import __main__ as worker
 from elastic.worker.hosting import resume_checks
 
@@ -324,6 +325,32 @@ ADAM = {"path": "torch.optim.AdamW", "lr": 1e-3}  # the rate that lr_scaling sca
 @pytest.mark.parametrize("block", of_kind("json"), ids=str)
 def test_json_is_json(block: Block) -> None:
     assert json.loads(block.text)["Statement"]
+
+
+# NAME=value or "NAME": "value"; $NAME and $(command) are no values
+GIVEN = re.compile(r"""([A-Za-z]+(?:_[A-Za-z0-9]+)+)["']?\s*[:=]\s*["']?([^\s"'$,{}]+)""")
+TYPED = (*COMMANDS, "aws", "curl", "docker", "kubectl", "pip", "ssh", "RAY_")
+
+
+def typed_secrets(text: str) -> list[str]:
+    """Variables with the name of a secret whose value stands in a command."""
+    return [name for name, value in GIVEN.findall(text) if is_secret(name, value)]
+
+
+@pytest.mark.parametrize("page", pages())
+def test_no_secret_is_typed_on_a_command_line(page: str) -> None:
+    """Every user of a host reads those of its processes."""
+    typed = [block.text for block in blocks(page) if block.kind in ("shell", "session")]
+    spans = re.findall(r"`([^`\n]+)`", text_of(page))
+    typed += [span for span in spans if span.startswith(TYPED)]
+    assert [name for text in typed for name in typed_secrets(text)] == []
+
+
+def test_a_secret_on_a_command_line_is_seen() -> None:
+    in_json = """ray job submit --runtime-env-json '{"env_vars": {"HF_TOKEN": "..."}}' -- x"""
+    assert typed_secrets(in_json) == ["HF_TOKEN"]
+    assert typed_secrets("env WANDB_API_KEY=abc elastic run JOB") == ["WANDB_API_KEY"]
+    assert typed_secrets("export RAY_AUTH_TOKEN=$(cat FILE); elastic run JOB --set a_b=3") == []
 
 
 @pytest.mark.parametrize("page", pages())

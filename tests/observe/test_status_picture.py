@@ -24,7 +24,7 @@ from elastic.observe.reporting.run_seen import RunSeen, seen_of
 from elastic.observe.status_picture import StatusPicture
 from elastic.observe.terminal import LivePicture, Terminal
 from elastic.policy.state.fold import changes
-from elastic.types import DriverStarted, RequestNodes
+from elastic.types import DriverStarted, RequestNodes, StopAsked
 
 COLOR = re.compile(r"\x1b\[[0-9;]*(?:3[0-9]|4[0-9]|9[0-7])[;m]")
 PRICED = tuple(replace(pool, usd_per_node_h=36.0) for pool in POOLS)
@@ -235,6 +235,55 @@ def test_a_status_is_drawn_on_a_terminal_and_plain_elsewhere(
     assert capsys.readouterr().out == plain
     assert main(["status", str(run), "--json"]) == 0
     assert '"goodput": 0.51' in capsys.readouterr().out
+
+
+HOSTILE = "\x1b]0;x\x07\x1b[2J"
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # of a font, in a plot
+@pytest.mark.parametrize("words", ["status", "status -q", "why", "why --all", "report", "ledger"])
+def test_nothing_that_a_run_says_commands_the_terminal(
+    run: Path, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain and drawn; the colors of the picture stay."""
+    first, *rest = priced()
+    start = first.events[0][1]
+    assert isinstance(start, DriverStarted)
+    start = replace(start, run=f"tiny{HOSTILE}", job={**start.job, "name": HOSTILE})
+    asked = Line(rest[-1].at_s, 1, ((rest[-1].at_s, StopAsked(HOSTILE)),), None)
+    ordered = tick(8.5, actions=(RequestNodes("spot", 1, "r9"),), reason=f"so{HOSTILE}")
+    hostile = [replace(first, events=((first.at_s, start),)), *rest, asked, ordered]
+    (run / "journal.jsonl").write_text("".join(write_line(one) + "\n" for one in hostile))
+    verb, *more = words.split()
+    assert main([verb, str(run), *more]) == 0
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain and "\x07" not in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main([verb, str(run), *more]) == 0
+    drawn = capsys.readouterr().out
+    assert "\x1b]" not in drawn and "\x1b[2J" not in drawn and "\x07" not in drawn
+    if verb == "status":
+        assert "x1b]0;x" in plain + drawn
+    assert COLOR.search(drawn) or words not in ("status", "why")
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_nothing_that_a_live_run_says_commands_the_terminal(tty: bool) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return tty
+
+    stream = Stream()
+    terminal = Terminal(stream)
+    terminal.start()
+    for line in lines()[:6]:
+        terminal.hear(line)
+    terminal.hear(tick(8.5, actions=(RequestNodes("spot", 1, "r9"),), reason=f"so{HOSTILE}"))
+    terminal.say(f"step 7{HOSTILE}")
+    terminal.stop()
+    said = stream.getvalue()
+    assert "so\\x1b]0;x" in said and "step 7\\x1b]0;x" in said
+    assert "\x1b]" not in said and "\x1b[2J" not in said and "\x07" not in said
 
 
 def test_a_quiet_status_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ afterwards."""
 from __future__ import annotations
 
 import json
+import stat
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,18 @@ def test_a_run_that_ends_early_is_told_with_its_last_words(tmp_path: Path) -> No
         with pytest.raises(Failed, match="the run ended: elastic: no such thing"):
             run.calm(3)
         assert run.end() == []
+
+
+def test_compiled_code_of_all_runs_lies_in_one_folder_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = watched(tmp_path)
+    there = Path(run._environment()["TORCHINDUCTOR_CACHE_DIR"])
+    assert there.parent == tmp_path and stat.S_IMODE(there.stat().st_mode) == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/user")
+    assert run._environment()["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user"
 
 
 def test_only_whole_lines_of_the_journal_are_read(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from elastic.observe.terminal import Terminal, start_line
 from elastic.policy.state.fold import ENDED, State
 from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
+from elastic.text import printable
 from elastic.types import COMPUTES_IN, DriverStarted, Outcome, Pool, StepDone, WorkerFailed
 from elastic.types.gates import newest_gates
 from elastic.version import source_folder
@@ -432,7 +433,7 @@ class JobRun:
             )
             raise unwritten(error, text) from error
         if self.options.show:
-            print("\n".join(["", *shown]), file=self._out())
+            print(printable("\n".join(["", *shown])), file=self._out())
         return Result(
             self.name, _outcome(state), data, self.place.folder, log, signal=stopped_by(state)
         )
@@ -465,7 +466,8 @@ class JobRun:
         if self.terminal is not None and lines:
             told = [] if self.terminal.has_said(lines[-1]) else ["", *lines]
             where = found.file if found is not None else f"in the logs of node {worker.node_id}"
-            print("\n".join([*told, f"whole traceback: {where}"]), file=self._out())
+            text = "\n".join([*told, f"whole traceback: {where}"])
+            print(printable(text), file=self._out())
         return found.file if found is not None else None
 
     def _first_step_s(self, lines: Iterable[Line]) -> float | None:

@@ -82,9 +82,9 @@ class AutoscalerAgent:
         self._types = read_types(here.config) if here is not None and here.config else None
         self._demand = Demand(ends_unasked=self._types is not None)
         self._pools: dict[str, Pool] = {}
-        self._reasons = Reasons(
-            here.log if here else Path("/tmp/ray/session_latest/logs/monitor.log")
-        )
+        place = ray.get_runtime_context()
+        of_ray = Path(place.get_temp_dir(), "session_latest", "logs", "monitor.log")
+        self._reasons = Reasons(here.log if here else of_ray)
         self._scaling = _ray_private.Scaling(Counter(), Counter(), Counter(), Counter())
         self._asked: Counter[ResourceBundle] | None = None  # None = not known
         self._asked_s = 0.0
@@ -95,7 +95,7 @@ class AutoscalerAgent:
         self._drains = Drains()
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._me = ray.get_runtime_context().current_actor
+        self._me = place.current_actor
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def serves(self) -> bool:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from elastic.cluster.workers.output import check_own, make_folder
+from elastic.cluster.workers.output import make_folder
 from elastic.ledger.run_folder import OF_NODE, key_of
 from elastic.storage import LocalStorage, Storage
+from elastic.version import check_own
 
 REPORTED, MARKER = "reported", ".json"
 KEPT = 2  # the newest whole ones

@@ -7,11 +7,9 @@ crashes are in it.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
-import stat
 import sys
 import threading
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 from elastic.config.masking import masked_text
 from elastic.ledger.run_folder import OF_NODE
 from elastic.text import LOG_MARK
+from elastic.version import check_own
 
 FILE_BYTES = 16 << 20  # then the file becomes FILE.1, in place of an older one
 # in a run's folder, and those that are written: nodes join and leave for months
@@ -137,6 +136,8 @@ class LastWords:
 
     @classmethod
     def of(cls, text: str) -> LastWords:
+        """Without secrets of this process, who is not the one that wrote it."""
+        text = masked_text(text)
         if crash := CRASH.search(text):
             return cls(crash=" ".join((crash[1] or crash[2]).split()))
         # of a bar its last state; ":actor_name:..." is Ray's
@@ -178,13 +179,6 @@ def make_folder(folder: Path) -> None:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_own(base)
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def check_own(folder: Path) -> None:
-    """Raises PermissionError where others may enter it or it is a link; OSError."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "it is not a folder of this user alone", str(folder))
 
 
 def open_log(path: Path) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError, StorageRefused
 from elastic.storage import Storage
+from elastic.text import one_line, printable
 from elastic.types import ProfileAsked
 from elastic.worker.hosting.thread_boundary import ThreadBoundary, waiting
 
@@ -29,6 +30,7 @@ CLOSE_MOST_S = 5.0
 MOST_BYTES = 1 << 16  # of an order
 PROFILE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RANKS = re.compile(r"all|node|[0-9]{1,6}(,[0-9]{1,6})*")
+REASON_MOST = 400  # characters of a stop's: it stands in the journal, and on terminals
 STEPS_MOST = 100  # a trace of one step may have megabytes
 PROFILE_KEYS = {"profile_id", "steps", "ranks"}
 
@@ -155,7 +157,7 @@ class Inbox:
         return self._storage.get(key)
 
     def _refuse(self, key: str, text: bytes, why: str) -> None:
-        log.warning("%a is no order, and is not taken: %s", key, why)
+        log.warning("%a is no order, and is not taken: %s", key, printable(why))
         record = json.dumps({"order": text.decode(errors="replace"), "why": why}).encode()
         try:
             self._storage.put(f"{REJECTED}{key[len(INBOX) :]}", record)
@@ -174,7 +176,7 @@ def _order(text: bytes) -> InboxOrders:
         return InboxOrders((drill_entry(order["drill"], "drill").plain(),))
     if not isinstance(order["stop"], str):
         raise SpecError('the reason of a stop is a text, as in {"stop": "reason"}')
-    return InboxOrders(stop=order["stop"])
+    return InboxOrders(stop=one_line(order["stop"], REASON_MOST))
 
 
 def profile_order(data: Any) -> ProfileAsked:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from elastic.errors import SpecError
+from elastic.version import COMPILED, own_folder
 from elastic.worker.parallel.activation_checkpointing import WrittenBuffers, written_by
 
 CACHE, THREADS, COMPILER = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "CXX"
@@ -37,9 +37,8 @@ def settle_compiler(device: torch.device) -> None:
             "compile: true needs the package triton on a GPU, which is not installed; take "
             "compile: false"
         )
-    os.environ.setdefault(
-        CACHE, os.path.join(tempfile.gettempdir(), f"elastic-compiled-{os.getuid()}")
-    )
+    if not os.environ.get(CACHE):
+        os.environ[CACHE] = own_folder(COMPILED)  # torch unpickles what it finds there
     if device.type == "cpu":
         os.environ.setdefault(THREADS, "1")  # the workers of a node are as many as its cores
 

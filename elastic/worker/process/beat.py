@@ -5,11 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from elastic.config.masking import masked_text
 from elastic.types import Event
 from elastic.worker.process.call_log import PartCalls
 from elastic.worker.process.doing import Doing, InCollective
+
+# fields of events that say something in words, maybe in those of a program
+TEXTS = ("error", "frames", "note", "reason", "what", "why")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Beat:
 
 class Outbox:
     """Messages of a session, numbered from 1: each is kept until it is acknowledged. `changed`:
-    also notified by its owner."""
+    also notified by its owner. What they say is without the secrets of this process's environment,
+    which the driver that writes it down may not have."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
@@ -43,6 +49,11 @@ class Outbox:
         self._number = 0
 
     def put(self, event: Event) -> None:
+        said: dict[str, Any] = {
+            name: masked_text(text) for name in TEXTS if (text := getattr(event, name, ""))
+        }
+        if any(text != getattr(event, name) for name, text in said.items()):
+            event = replace(event, **said)
         with self._changed:
             self._number += 1
             self._kept.append((self._number, event))

@@ -2,13 +2,15 @@
 
 gloo says of a connection that nobody answers that it timed out, after two minutes, and of whom by
 an address; who waits to be connected to is told nothing. So where a meeting takes long, the nodes
-look for themselves: a participant of each listens, says in the generation's store where, and knocks
-at those of all others. The kernel answers for a process that is busy or stopped, and refuses for
-one that is gone: who does neither is cut off from here, though it has reached the store.
+look for themselves: a participant of each listens, says in the generation's store where (with a
+proof: torch's store takes words of anybody), and knocks at those of all others. The kernel answers
+for a process that is busy or stopped, and refuses for one that is gone: who does neither is cut off
+from here, though it has reached the store.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import select
 import socket
@@ -22,7 +24,7 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 
 from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups import rendezvous
-from elastic.worker.process_groups.rendezvous import BACKLOG
+from elastic.worker.process_groups.rendezvous import BACKLOG, PROOF_BYTES, proof
 from elastic.worker.process_groups.sockets import inode
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class Reach:
             return None
         self._place = place
         port = self._listener.getsockname()[1]
-        store.set(_key(self._me), f"{here} {port}")
+        store.set(_key(self._me), place_told(self._at.secret, self._me, f"{here} {port}"))
         self._thread = threading.Thread(target=self._watch, name="reach", daemon=True)
         self._thread.start()
         return inode(self._listener.fileno())
@@ -119,8 +121,12 @@ class Reach:
         found = {}
         for node_id, number in self._others.items():
             if store.check([_key(number)]):
-                host, _, port = store.get(_key(number)).decode().rpartition(" ")
-                found[node_id] = (host, int(port))
+                told = store.get(_key(number))
+                text = told[2 * PROOF_BYTES :].decode(errors="replace")
+                # what a stranger has put there is as if nobody had said it
+                if hmac.compare_digest(told, place_told(self._at.secret, number, text).encode()):
+                    host, _, port = text.rpartition(" ")
+                    found[node_id] = (host, int(port))
         return found
 
 
@@ -130,6 +136,11 @@ def _family(address: str) -> socket.AddressFamily:
 
 def _key(participant: int) -> str:
     return f"reach/{participant}"
+
+
+def place_told(secret: str, participant: int, address: str) -> str:
+    """What a participant says of where it listens, behind the proof that it is the one."""
+    return proof(secret, f"{_key(participant)} {address}").hex() + address
 
 
 def unanswered(

@@ -74,7 +74,8 @@ def text_of(error: BaseException) -> str:
         return f"CUDA error: {cuda_error(error)}"
     while error.__cause__ is not None:
         error = error.__cause__
-    line = " ".join(f"{type(error).__name__}: {error}".split())
+    # before it is cut: nobody knows half a secret
+    line = masked_text(" ".join(f"{type(error).__name__}: {error}".split()))
     # gloo: its source line, its advice
     line = re.sub(r"\[/\S+:\d+\] ", "", line).split(" This is typically caused by")[0]
     line = line[:600]

@@ -7,12 +7,15 @@ import hmac
 import json
 import logging
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ log = logging.getLogger(__name__)
 ADDRESS = "elastic/address"
 LOOPBACK = "127.0.0.1"
 HELLO_MOST_S, HELLO_MOST_BYTES = 10.0, 4096
+VISITORS_MOST = 64  # that are heard at once
 # a host that is gone without a word is found after 90 s
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 LOOK_S = 0.1
@@ -243,24 +247,94 @@ def _gathered(
     listener: socket.socket, secret: str, world_size: int, *, until_s: float
 ) -> list[tuple[RankHello, RankLink]]:
     """Whoever knows the secret, until all other ranks are there, in their order."""
-    found: dict[int, tuple[RankHello, RankLink]] = {}
-    while len(found) < world_size - 1:
-        left_s = until_s - time.monotonic()
-        try:
-            listener.settimeout(max(0.0, left_s))
-            link = _connection(listener.accept()[0])
-        except (TimeoutError, BlockingIOError) as error:
-            missing = sorted({*range(1, world_size)} - {*found})
-            raise LostContact(
-                f"of {world_size} ranks {len(missing)} did not come (the first of them: rank "
-                f"{missing[0]}); start all of them anew"
-            ) from error
-        hello = _welcomed(link, secret)
-        if hello is None:
-            link.close()
-        else:
-            found[hello.rank] = hello, RankLink(link)
-    return [found[rank] for rank in sorted(found)]
+    found: dict[int, _Heard] = {}
+    with _Visitors(listener, secret) as visitors:
+        while len(found) < world_size - 1:
+            if time.monotonic() > until_s:
+                missing = sorted({*range(1, world_size)} - {*found})
+                raise LostContact(
+                    f"of {world_size} ranks {len(missing)} did not come (the first of them: rank "
+                    f"{missing[0]}); start all of them anew"
+                )
+            for one in visitors.heard(until_s):
+                if one.hello is None:
+                    one.link.close()
+                elif one.hello.rank not in found or found[one.hello.rank].number < one.number:
+                    found[one.hello.rank] = one  # the newest: it has given up the one before
+    return [
+        (one.hello, RankLink(one.link)) for _, one in sorted(found.items()) if one.hello is not None
+    ]
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A visitor. `hello`: None = it does not know the secret, or says nothing."""
+
+    number: int  # in the order in which they came
+    hello: RankHello | None
+    link: Connection
+
+
+class _Visitors:
+    """Who connects to rank 0, each heard in a thread of its own: one that says nothing, or half a
+    word, keeps nobody else waiting. Who comes when VISITORS_MOST are being heard waits its turn."""
+
+    def __init__(self, listener: socket.socket, secret: str) -> None:
+        listener.setblocking(False)
+        self._listener, self._secret = listener, secret
+        # by number: until when it has time to say who it is, and a handle to end that by
+        self._unheard: dict[int, tuple[float, socket.socket]] = {}
+        self._numbers = count()
+        self._news: SimpleQueue[_Heard] = SimpleQueue()
+        self._wakes, self._woken = socket.socketpair()
+
+    def __enter__(self) -> _Visitors:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number in list(self._unheard):
+            self._forget(number)
+        self._wakes.close()
+        self._woken.close()
+
+    def heard(self, until_s: float) -> Iterator[_Heard]:
+        """Waits until then for somebody new, or somebody to be heard."""
+        full = len(self._unheard) >= VISITORS_MOST
+        ends_s = min([until_s, *(end_s for end_s, _ in self._unheard.values())])
+        there = [self._woken] if full else [self._woken, self._listener]
+        ready = wait(there, max(0.0, ends_s - time.monotonic()))
+        if self._listener in ready:
+            with suppress(BlockingIOError, ConnectionError):  # it has left again
+                self._take(self._listener.accept()[0])
+        if self._woken in ready:
+            self._woken.recv(VISITORS_MOST)
+        while not self._news.empty():
+            one = self._news.get()
+            if one.number in self._unheard:
+                self._forget(one.number, end=False)
+                yield one
+        for number, (end_s, _) in list(self._unheard.items()):
+            if time.monotonic() > end_s:
+                self._forget(number)
+
+    def _take(self, visitor: socket.socket) -> None:
+        number = next(self._numbers)
+        self._unheard[number] = time.monotonic() + HELLO_MOST_S, visitor.dup()
+        threading.Thread(
+            target=self._hear, args=(number, _connection(visitor)), name="visitor", daemon=True
+        ).start()
+
+    def _hear(self, number: int, link: Connection) -> None:
+        self._news.put(_Heard(number, _welcomed(link, self._secret), link))
+        with suppress(OSError):  # nobody waits any more
+            self._wakes.send(b"1")
+
+    def _forget(self, number: int, *, end: bool = True) -> None:
+        _, handle = self._unheard.pop(number)
+        if end:
+            with suppress(OSError):  # it has hung up
+                handle.shutdown(socket.SHUT_RDWR)
+        handle.close()
 
 
 def _welcomed(link: Connection, secret: str) -> RankHello | None:

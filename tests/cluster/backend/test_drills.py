@@ -131,6 +131,15 @@ def drilled(inbox: Inbox, storage: Storage, key: str) -> None:
     until(lambda: storage.list("inbox/") == ["inbox/1.json"], "the drill's end")
 
 
+def test_the_reason_of_a_stop_is_one_printable_line(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    reason = "\x1b]0;x\x07 enough\n" + "so " * 9999
+    storage.put("inbox/1.json", json.dumps({"stop": reason}).encode())
+    stop = Inbox(storage).take().stop
+    assert stop is not None and stop.startswith("\\x1b]0;x\\x07 enough so so ")
+    assert stop.isprintable() and len(stop) < 500
+
+
 def test_a_profile_is_an_order_as_well(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     asked = {"profile_id": "p-1", "steps": 5, "ranks": "0,3"}

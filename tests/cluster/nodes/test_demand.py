@@ -407,6 +407,22 @@ def test_reasons_are_read_from_the_log_as_it_grows(tmp_path: Path) -> None:
     assert reasons.by_type == {"spot": "none is left"}
 
 
+def test_the_log_of_reasons_is_where_ray_was_told_to_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is not that of an autoscaler's process on this machine."""
+
+    class Idle(AutoscalerAgent):
+        def _run(self) -> None:
+            """Looks at no cluster."""
+
+    place = SimpleNamespace(get_temp_dir=lambda: str(tmp_path / "ray"), current_actor=None)
+    monkeypatch.setattr(autoscaler_agent.ray, "get_runtime_context", lambda: place)
+    monkeypatch.setattr(autoscaler_agent, "monitor_here", lambda: None)
+    logs = tmp_path / "ray" / "session_latest" / "logs"
+    assert Idle(0.0)._reasons.path == logs / "monitor.log"
+
+
 # ---------------------------------------------------------------------- what a driver leaves behind
 
 

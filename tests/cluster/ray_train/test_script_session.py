@@ -269,6 +269,16 @@ def test_its_own_error_is_told_with_the_last_line_of_its_traceback(made: Made) -
     assert {e.worker for e in group.all(Quiesced, 2)} == {A, C}
 
 
+def test_its_own_error_is_told_without_the_secrets_of_its_node(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "0123456789abcdef" * 3)
+    group = made(A, script=MEETS + "raise ValueError('401: ' + os.environ['MY_API_KEY'])\n")
+    group.enter()
+    (failed,) = group.all(WorkerFailed, 1)
+    assert failed.error == "rank 0 (exit code 1): ValueError: 401: ***"
+
+
 IN_A_MODULE = """
 import elastic, torch
 model = torch.nn.Linear(4, 1)

@@ -119,6 +119,15 @@ def test_lines_that_tell_of_no_crash_are_no_cause(tmp_path: Path) -> None:
     assert str(output.LastWords()) == ""
 
 
+def test_no_half_of_a_secret_is_left_where_last_lines_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "0123456789abcdef" * 3)
+    end = "z" * (output.WORDS_MOST - 20)
+    (tmp_path / "n-0-7.log").write_text(f"401: {'0123456789abcdef' * 3}{end}")
+    assert "abcdef" not in str(output.last_words(str(tmp_path), "n/0", 7))
+
+
 def test_the_oldest_files_go(tmp_path: Path) -> None:
     for k in range(output.FILES_KEPT + 3):
         file = tmp_path / f"spot-{k}-0-{k}.log"

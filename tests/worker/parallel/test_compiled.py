@@ -4,6 +4,8 @@ compiler."""
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -47,8 +49,41 @@ def test_the_folder_is_one_on_this_node_unless_the_user_says_another(
     compiled.settle_compiler(torch.device("cpu"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     compiled.settle_compiler(torch.device("cpu"))
-    assert "elastic-compiled-" in os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    own = tmp_path / f"elastic-compiled-{os.getuid()}"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    compiled.settle_compiler(torch.device("cpu"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own), "of all processes"
+
+
+@pytest.mark.parametrize("planted", ["open to all", "a link", "a link to nothing"])
+def test_compiled_code_is_not_loaded_from_a_folder_that_another_user_may_have_filled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planted: str
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    own = tmp_path / f"elastic-compiled-{os.getuid()}"
+    if planted == "open to all":
+        own.mkdir()
+        own.chmod(0o777)
+    else:
+        own.symlink_to(tmp_path / ("theirs" if planted == "a link" else "nowhere"))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CXX", "true")
+    found = []
+    for home in ("home", "file"):  # in the second one no cache can be made
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+        compiled.settle_compiler(torch.device("cpu"))
+        found.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+        assert stat.S_IMODE(found[-1].lstat().st_mode) == 0o700
+    assert found[0] == tmp_path / "home" / "elastic" / "compiled"
+    assert found[1].parent == tmp_path and found[1] != own
+    assert not list((tmp_path / "theirs").iterdir())
 
 
 def test_each_block_is_compiled_and_what_was_is_forgotten_first(

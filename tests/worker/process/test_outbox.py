@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from typing import Any
 
+import pytest
 from support.waiting import is_waiting, until
 
-from elastic.types import Quiesced, WorkerId
+from elastic.types import CopyFailed, Event, NodeRefused, Quiesced, WorkerFailed, WorkerId
 from elastic.worker.process.beat import Outbox
 
 ME = WorkerId("a", 0)
@@ -46,3 +49,30 @@ def test_who_waits_is_woken_by_a_message_and_by_the_end() -> None:
             changed.notify_all()
         waiting.join(60)
     assert found == [((1, ONE),), ()]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        WorkerFailed(ME, 1, "program", "401 for {}", frames="    key = '{}'"),
+        CopyFailed(1, 5, "403 for {}"),
+        NodeRefused("a", "no data at {}"),
+    ],
+)
+def test_what_is_said_is_without_the_secrets_of_this_process(
+    said: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "{}" * 20)
+    changed = threading.Condition()
+    outbox = Outbox(changed)
+    told = replace(said, **{k: v.replace("{}", "{}" * 20) for k, v in texts_of(said).items()})
+    outbox.put(told)
+    outbox.put(ONE)
+    with changed:
+        ((_, masked), (_, one)) = outbox.after(0, 0.0)
+    assert texts_of(masked) == {k: v.replace("{}", "***") for k, v in texts_of(said).items()}
+    assert one is ONE
+
+
+def texts_of(event: Event) -> dict[str, Any]:
+    return {k: v for k, v in vars(event).items() if isinstance(v, str)}

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from errno import EINPROGRESS
 
@@ -19,7 +20,7 @@ from elastic.types import Layout, WorkerId
 from elastic.types.orders import Rendezvous
 from elastic.worker.process_groups import reach
 from elastic.worker.process_groups.groups import Groups
-from elastic.worker.process_groups.reach import PeersUnreached, Reach, unanswered
+from elastic.worker.process_groups.reach import PeersUnreached, Reach, place_told, unanswered
 from elastic.worker.process_groups.sockets import inodes, shut
 from elastic.worker.session.worker_errors import kind_of, text_of
 
@@ -94,7 +95,7 @@ def test_a_meeting_with_a_node_that_does_not_answer_ends_and_names_it(
     monkeypatch.setattr(reach, "LATE_S", 0.1)
     monkeypatch.setattr(reach, "ANSWER_S", 0.3)
     place = dist.PrefixStore("generation-1", store)
-    place.set("reach/1", f"{silent[0]} {silent[1]}")
+    place.set("reach/1", place_told("", 1, f"{silent[0]} {silent[1]}"))
     found: list[BaseException] = []
     of = Groups(1, Layout(dp_shard=3), torch.device("cpu"))
 
@@ -113,6 +114,35 @@ def test_a_meeting_with_a_node_that_does_not_answer_ends_and_names_it(
     assert isinstance(error, PeersUnreached) and error.unreached == ("b",)
     assert kind_of(error) == "collective"
     assert text_of(error).startswith("a does not reach b: no answer within")
+
+
+@pytest.mark.parametrize(
+    "word", ["x y", "127.0.0.1 99999999", "", "\x00", place_told("guessed", 1, "127.0.0.1 1")]
+)
+def test_what_a_stranger_puts_into_the_store_ends_no_look(
+    store: dist.TCPStore, silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """In the place of b; c does not answer, and is named."""
+    monkeypatch.setattr(reach, "LATE_S", 0.1)
+    monkeypatch.setattr(reach, "ANSWER_S", 0.3)
+    looked: list[tuple[str, ...]] = []
+
+    def looks(*words: object) -> tuple[str, ...]:
+        looked.append(unanswered(*words))  # type: ignore[arg-type]
+        return looked[-1]
+
+    monkeypatch.setattr(reach, "unanswered", looks)
+    secret, cut = "of the generation", threading.Event()
+    place = dist.PrefixStore("p", store)
+    place.set("reach/1", word)
+    look = Reach(replace(at(store, "a", "b", "c"), secret=secret), 0, cut.set)
+    assert look.begin(place, "p", "127.0.0.1") is not None
+    until(lambda: len(looked) > 2, "some looks at that word alone")
+    assert set(looked) == {()} and not cut.is_set()
+    place.set("reach/2", place_told(secret, 2, f"{silent[0]} {silent[1]}"))
+    assert cut.wait(30.0)
+    look.end()
+    assert look.unreached == ("c",)
 
 
 def test_a_meeting_that_takes_long_while_all_answer_is_waited_for(

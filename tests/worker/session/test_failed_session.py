@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from elastic.cluster.backend.ray_backend import RayBackend
-from elastic.types import Job, NodeRefused, WorkerFailed, WorkerId
+from elastic.ledger.journal import Journal
+from elastic.types import Decision, Job, NodeRefused, Prepare, Stop, WorkerFailed, WorkerId
+from elastic.types.orders import WorkerOrder
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.profile.node_checks import NodeRejected
 from elastic.worker.session.preparation import Preparation
@@ -81,6 +84,38 @@ def test_a_cuda_error_while_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None
         prepare(made)
         (event,) = events
         assert (event.generation, event.kind, event.do) == (0, kind, do)
+
+
+PROGRAM = """
+import os
+raise PermissionError("401 for the key " + os.environ["MY_API_KEY"])
+"""
+
+
+def test_a_secret_that_only_the_worker_knows_is_not_in_the_journal_of_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secret = "0123456789abcdef" * 2 + "01234567"
+    monkeypatch.setenv("MY_API_KEY", secret)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    job = {
+        "name": "j", "folder": str(tmp_path), "program": str(tmp_path / "program.py"), "steps": 4,
+        "global_batch": 12, "seed": 1,
+    }  # fmt: skip
+    made = Session(ME, job, str(tmp_path / "run"))
+    try:
+        made.order(WorkerOrder(Prepare("a")))
+        ((_, failed),) = made.poll(0, 120.0).messages
+    finally:
+        made.close()
+    assert isinstance(failed, WorkerFailed) and "401 for the key ***" in failed.error
+    monkeypatch.delenv("MY_API_KEY")
+    journal = Journal(tmp_path / "journal.jsonl", 1)
+    journal.append(1.0, [(1.0, failed)], Decision((Stop("failed", failed.error),), failed.error))
+    journal.close()
+    written = (tmp_path / "journal.jsonl").read_text()
+    assert "401 for the key ***" in written and secret not in written
+    assert secret not in capfd.readouterr().err
 
 
 def test_a_refusal_says_whether_it_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,3 +159,11 @@ def test_storage_that_refuses_is_no_fault_of_the_program() -> None:
     refused.__cause__ = cause
     assert kind_of(refused) == "infrastructure" and text_of(refused) == str(refused)
     assert kind_of(SpecError("the layout")) == "program"
+
+
+def test_no_half_of_a_secret_is_left_where_a_long_text_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "0123456789abcdef" * 3)
+    for length in (560, 580):
+        assert "0123456" not in text_of(RuntimeError("x" * length + "0123456789abcdef" * 3))

@@ -109,6 +109,35 @@ def test_a_rank_that_does_not_come_is_named() -> None:
             meeting._gathered(listener, SECRET, 3, until_s=time.monotonic() + 0.5)
 
 
+@pytest.mark.parametrize("most", [64, 2])
+def test_who_says_half_a_word_keeps_no_rank_and_no_limit_waiting(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Also where as many are being heard as may be at once."""
+    monkeypatch.setattr(meeting, "VISITORS_MOST", most)
+    monkeypatch.setattr(meeting, "HELLO_MOST_S", 10.0 if most > 2 else 0.3)
+    joined: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listening("127.0.0.1"))
+        half, _ = (
+            stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(2)
+        )
+        half.sendall(b"\0")
+        began_s = time.monotonic()
+        thread = joining(1, listener.getsockname()[1], joined)
+        ((hello, link),) = meeting._gathered(listener, SECRET, 2, until_s=began_s + 20.0)
+        assert hello.rank == 1 and time.monotonic() - began_s < 2.0
+        link.send(Said(0, WorkerId("node-0", 1)))
+        thread.join(20.0)
+        assert joined[0][1] == WorkerId("node-0", 1)
+        again = stack.enter_context(socket.create_connection(listener.getsockname()))
+        again.sendall(b"\0")
+        began_s = time.monotonic()
+        with pytest.raises(LostContact, match=r"of 2 ranks 1 did not come .* rank 1\)"):
+            meeting._gathered(listener, SECRET, 2, until_s=began_s + 0.5)
+        assert time.monotonic() - began_s < 2.0
+
+
 @pytest.mark.parametrize("said", [b"", b"x" * 40, b"x" * 5000])
 def test_a_stranger_is_not_let_in(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it keep the others out."""

@@ -1,0 +1,106 @@
+"""Where Ray is started on hosts that other users have accounts on, its folder, which it opens to
+everyone, lies in one that the user alone may enter."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.places import ROOT
+
+from elastic.api.init_job import NewJob, init
+
+LISTS = ("head_start_ray_commands", "worker_start_ray_commands")
+FOLDER = f"elastic-ray-{os.getuid()}"
+SESSION = "session_2026-12-01_03-49-05_123456_4194304/sockets/plasma_store.16"
+SOCKET_MOST = 107  # bytes of a socket's path
+
+
+def files(folder: Path) -> dict[str, Any]:
+    """What the repository brings and what `elastic init` writes."""
+    init(NewJob(str(folder / "job"), place="own-hosts", cluster=str(folder / "made.yaml")))
+    places = (ROOT / "cluster_configs" / "on_premises.yaml", folder / "made.yaml")
+    return {place.name: yaml.safe_load(place.read_text()) for place in places}
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+
+
+def make_another(there: Path, kind: str) -> None:
+    """What another user may have put there."""
+    if kind == "a link":
+        (there.parent / "own").mkdir(mode=0o700)
+        there.symlink_to(there.parent / "own")
+    else:
+        there.mkdir(mode=0o700)
+        os.chown(there, 65534, 65534)
+
+
+KINDS = ["a link", "a folder of theirs"]
+
+
+@pytest.mark.parametrize("key", LISTS)
+@pytest.mark.parametrize("name", ["on_premises.yaml", "made.yaml"])
+def test_on_own_hosts_ray_is_started_in_a_folder_of_its_user(
+    tmp_path: Path, name: str, key: str
+) -> None:
+    first, folder, *_, start = files(tmp_path)[name][key]
+    assert first == "ray stop" and folder.startswith("cd /tmp && ")
+    assert "; export RAY_TMPDIR=/tmp/elastic-ray-$(id -u); " in start
+    assert " ray start " in start and " --temp-dir=$RAY_TMPDIR/ray" in start
+    assert len(f"/tmp/elastic-ray-{2**32 - 1}/ray/{SESSION}") <= SOCKET_MOST
+    here = folder.replace("/tmp", str(tmp_path))
+    for mode in (None, 0o755, 0o700):  # not there, from elsewhere, from last time
+        if mode is not None:
+            (tmp_path / FOLDER).chmod(mode)
+        assert run("bash", "-c", f"({here})").returncode == 0
+        assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_own_hosts_ray_is_not_started_in_what_another_user_has_made(
+    tmp_path: Path, kind: str
+) -> None:
+    if kind == KINDS[1] and os.getuid():
+        pytest.skip("only root gives a folder to another user")
+    make_another(tmp_path / FOLDER, kind)
+    for data in files(tmp_path).values():
+        for key in LISTS:
+            done = run("bash", "-c", f"({data[key][1].replace('/tmp', str(tmp_path))})")
+            said = f"{tmp_path / FOLDER} is not a folder of this user alone\n"
+            assert (done.returncode, done.stderr) == (1, said)
+
+
+def laptop(folder: Path) -> subprocess.CompletedProcess[str]:
+    script = str(ROOT / "deploy" / "laptop_cluster.sh")
+    return run("bash", script, "start", FOLDER=str(folder), RAY="true")
+
+
+def test_the_cluster_on_a_laptop_lies_in_a_folder_of_its_user(tmp_path: Path) -> None:
+    there = tmp_path / "laptop"
+    for _ in range(2):
+        assert laptop(there).returncode == 0
+        assert stat.S_IMODE(there.stat().st_mode) == 0o700
+    there.chmod(0o777)
+    assert laptop(there).returncode == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cluster_on_a_laptop_is_not_started_in_what_another_user_has_made(
+    tmp_path: Path, kind: str
+) -> None:
+    if kind == KINDS[1] and os.getuid():
+        pytest.skip("only root gives a folder to another user")
+    make_another(tmp_path / "laptop", kind)
+    done = laptop(tmp_path / "laptop")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "is there and not a folder of this user alone (mode 700); remove it" in done.stderr
+    assert not (tmp_path / "own" / "cluster.yaml").exists()
