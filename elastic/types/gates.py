@@ -109,6 +109,9 @@ class Gates:
     # the on-demand pools say no, are too dear or miss the deadline alone, else whenever the job can
     # use more
     spares_last: bool = False
+    # what a checkpoint takes is longer where fewer ranks write it than wrote those before, else it
+    # is what these took
+    scales_saves: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from support.policy.story import Story, durable, orders, plan_of, stopped
 
-from elastic.policy.pools.hard_limits import wish
+from elastic.policy.pools.hard_limits import save_s, wish
 from elastic.types import (
     Abort,
     Copy,
     CopyFailed,
+    CopyStored,
     EnterPlan,
     Layout,
     NodeLost,
+    Plan,
     Progress,
     Quiesce,
     Quiesced,
@@ -278,3 +280,31 @@ def test_a_spent_budget_is_as_old_as_what_it_comes_of() -> None:
     overspent = replace(state, usd=3.0)
     found = wish(overspent, now_s + 5)
     assert found is not None and found.at_s == overspent.billed_at_s, "not before it was known"
+
+
+def stored_by(plan: Plan, step: int, seconds: float) -> CopyStored:
+    at = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri=f"u{step}")
+    return CopyStored(at, seconds)
+
+
+@pytest.mark.parametrize(("flag", "kept_s", "then_s"), [(True, 600.0, 570.0), (False, 150.0, 360.0)])
+def test_fewer_ranks_are_given_longer_for_their_checkpoint(
+    flag: bool, kept_s: float, then_s: float
+) -> None:
+    """Four have stored one in 100 s; the one that is left has four times as much to write, and
+    takes 380 s for it."""
+    story = Story()
+    story.state = replace(story.state, scales_saves=flag)
+    plan = story.running("a", "b", "c", "d", steps=4)
+    assert len(plan.ranks) == 4
+    story.tick(stored_by(plan, 4, 100.0))
+    two_steps_s = save_s(story.state) - 150.0
+    assert 0.0 < two_steps_s < 1.0
+    story.tick(NodeLost("b"), NodeLost("c"), NodeLost("d"))
+    story.quiesced(plan, {"a": [(0, 4, "live")]})
+    alone = story.entered()
+    assert len(alone.ranks) == 1
+    assert save_s(story.state) == pytest.approx(kept_s + two_steps_s)
+    story.steps(4)
+    story.tick(stored_by(alone, 8, 380.0))
+    assert save_s(story.state) == pytest.approx(then_s + two_steps_s)

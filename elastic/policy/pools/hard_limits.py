@@ -24,7 +24,17 @@ def save_s(state: State) -> float:
         return 0.0
     if state.job.restarted:  # it saves when it is told to, not at the next step
         return SAVE_SAFETY * (state.durable_s or SAVE_PRIOR_S)
-    return SAVE_STEPS * step_s(state) + SAVE_SAFETY * (state.durable_s or SAVE_PRIOR_S)
+    return SAVE_STEPS * step_s(state) + SAVE_SAFETY * (stored_s(state) or SAVE_PRIOR_S)
+
+
+def stored_s(state: State) -> float:
+    """What a checkpoint takes where the ranks of the newest plan write it, by those that were
+    stored; 0 = none was. Fewer ranks have more to write each; more of them may share one link, and
+    are not counted on to be quicker."""
+    plan = state.target or state.plan
+    if plan is None or not state.scales_saves:
+        return state.durable_s
+    return state.durable_s * max(1.0, state.durable_ranks / len(plan.ranks))
 
 
 def step_s(state: State) -> float:

@@ -467,10 +467,12 @@ def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
             if not state.durable_stall_s
             else 0.5 * (state.durable_stall_s + event.stall_s)
         )
-        took_s = event.seconds if not state.durable_s else 0.5 * (state.durable_s + event.seconds)
+        n_ranks, before_s = copy.layout.world_size, state.durable_s
+        alike = not state.scales_saves or n_ranks == state.durable_ranks
+        took_s = 0.5 * (before_s + event.seconds) if before_s and alike else event.seconds
         return replace(
             state, durable=_newest_first((copy, *state.durable), state), durable_stall_s=stall_s,
-            durable_s=took_s, copy_failed=None, copy_failures=0,
+            durable_s=took_s, durable_ranks=n_ranks, copy_failed=None, copy_failures=0,
         )  # fmt: skip
     if copy.kind != "peer" or state.plan is None or copy.generation != state.plan.generation:
         return state

@@ -292,6 +292,7 @@ class State(Gates):
     # from its boundary until a checkpoint was stored; of a script that is restarted: from SIGTERM
     # until all of its processes had ended
     durable_s: float = 0.0
+    durable_ranks: int = 0  # that wrote what `durable_s` was measured of; 0 = not known
     peer: Copy | None = None  # the newest acknowledged peer replica
     durable: tuple[Copy, ...] = ()  # newest first
     verified: frozenset[str] = frozenset()  # URIs of checkpoints that were read back and are right
