@@ -9,6 +9,9 @@ from elastic.policy.copies import recovery
 from elastic.policy.copies.retention import (
     COPY_TRIES,
     COPY_WAIT_S,
+    LAST_COPY_LEAST_S,
+    last_heard_s,
+    last_tries,
     removal,
     stop_refused,
     tried_until_s,
@@ -20,7 +23,7 @@ from elastic.types import AUTO, Abort, Decision, Quiesce, Stop
 from elastic.types.replacing import replace
 
 AGAIN_MOST_S = 60.0  # between two tries to store the last checkpoint
-LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has made progress last
+SLOW_SAVE = 3.0  # times what a checkpoint took: the last one may be as slow as that
 
 
 def ended(state: State, now_s: float) -> Decision | None:
@@ -209,15 +212,32 @@ def finishing(state: State, now_s: float) -> Decision:
             return Decision((), f"{text}: retried in {wait_s:.0f} s{more}", again_s)
         if bad.generation == state.generation:
             return Decision((Abort(state.generation),), f"{text}: retried")
-    begun_s = 0.0 if until_s is None else state.entered_at_s
-    bound_s = max(state.last_step_at_s, state.busy_at_s, begun_s) + LAST_COPY_MOST_S
+    most_s = _last_copy_most_s(state)
+    bound_s = last_heard_s(state) + most_s
     if now_s < bound_s:
         return Decision(
             (),
             f"all {state.steps} steps are done: waiting for the checkpoint of the last one",
             bound_s,
         )
-    return Decision(
-        (Abort(state.generation),),
-        f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s",
-    )
+    late = f"the copy of step {state.step} was not stored within {most_s:.0f} s"
+    tries = last_tries(state) + 1
+    again = tries < COPY_TRIES or (until_s is not None and now_s < until_s)
+    if state.awaits_last and not again and _heard_all(state):
+        return stop("failed", f"{late}, in {tries} tries")
+    return Decision((Abort(state.generation),), late)
+
+
+def _last_copy_most_s(state: State) -> float:
+    """How long nothing need be heard of the checkpoint of the last step while ranks owe their
+    parts."""
+    if not state.awaits_last:
+        return LAST_COPY_LEAST_S
+    most_s = max(LAST_COPY_LEAST_S, SLOW_SAVE * hard_limits.stored_s(state))
+    return max(most_s, state.job.orphan_lease_s) if _heard_all(state) else most_s
+
+
+def _heard_all(state: State) -> bool:
+    """Else some parts may have been stored and told to a driver that is gone: no rank tells that
+    again."""
+    return state.attached_at_s <= max(state.last_step_at_s, state.entered_at_s)

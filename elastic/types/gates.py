@@ -112,6 +112,9 @@ class Gates:
     # what a checkpoint takes is longer where fewer ranks write it than wrote those before, else it
     # is what these took
     scales_saves: bool = False
+    # the checkpoint of the last step is waited for as long as its upload may take, and one that is
+    # late is one that failed; else for two minutes, and then it is an error of the infrastructure
+    awaits_last: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -70,6 +70,64 @@ def test_what_comes_after_the_last_step_may_take_its_time_while_it_gets_on() -> 
     assert orders(story.tick(after_s=2), Abort)
 
 
+def done_and_unsaved() -> Story:
+    """All steps are done, and nothing is heard of the checkpoint of the last one."""
+    story = Story(steps=4, peer_every=1)
+    story.state = replace(story.state, awaits_last=True, waits_to_save=True)
+    story.running("a", "b", steps=4)
+    return story
+
+
+def test_a_last_checkpoint_that_takes_ten_minutes_is_waited_for() -> None:
+    story = done_and_unsaved()
+    for _ in range(60):
+        assert not story.tick(after_s=10.0).actions
+    story.tick(durable(story, 4))
+    assert stopped(story).outcome == "succeeded"
+
+
+def test_one_that_is_being_written_is_waited_for_however_long_that_takes() -> None:
+    story = done_and_unsaved()
+    plan = story.state.plan
+    assert plan is not None
+    for _ in range(60):
+        assert not story.tick(
+            Progress(plan.ranks[1], plan.generation, "saving"), after_s=60.0
+        ).actions
+    story.tick(durable(story, 4))
+    assert stopped(story).outcome == "succeeded"
+
+
+def test_one_that_nothing_is_heard_of_is_tried_three_times_and_costs_no_attempt() -> None:
+    story = done_and_unsaved()
+    for tries in (1, 2):
+        plan = story.state.plan
+        assert plan is not None
+        assert not orders(story.tick(after_s=898.0), Abort)
+        assert orders(story.tick(after_s=2.5), Abort) == [Abort(plan.generation)]
+        assert (story.state.copy_failures, story.state.retries) == (tries, 0)
+        story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
+        story.entered()
+    story.tick(after_s=898.0)
+    assert story.state.phase == "running"
+    story.tick(after_s=2.5)
+    assert stopped(story).outcome == "failed"
+    assert stopped(story).reason == "the copy of step 4 was not stored within 900 s, in 3 tries"
+
+
+def test_what_was_told_to_a_driver_that_is_gone_is_not_waited_for_as_long() -> None:
+    story = done_and_unsaved()
+    plan = story.state.plan
+    assert plan is not None
+    story.tick(replace(story.start, epoch=2, attached=True, awaits_last=True), after_s=30.0)
+    story.tick(*(Progress(worker, plan.generation, "saving") for worker in plan.ranks))
+    assert not orders(story.tick(after_s=119.0), Abort)
+    assert orders(story.tick(after_s=2.0), Abort)
+    story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
+    story.entered()
+    assert not orders(story.tick(after_s=600.0), Abort), "of this one it hears all"
+
+
 @pytest.mark.parametrize(("done", "outcome"), [(False, "stopped"), (True, "succeeded")])
 def test_a_stop_saves_first(done: bool, outcome: str) -> None:
     story = Story()

@@ -3,6 +3,7 @@ transition."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,7 @@ from elastic.types import (
     GroupsMade,
     NodePrepared,
     Plan,
+    Progress,
     SampleProfile,
     ShardStored,
     WorkerId,
@@ -27,6 +29,7 @@ OPEN_COPIES = 4  # checkpoints whose parts are waited for; of older ones the res
 # a part is late after 3 x the time that the slowest of the others took
 LATE_LEAST_S, LATE_FACTOR = 10.0, 3.0
 RANKS_ASKED = 2  # other holders that are asked, one after the other, for a part that is late
+SAVING_EVERY_S = 30.0  # that ranks write their parts is passed on so often at most
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Gather:
     _formed: tuple[int, int, int] = (0, 0, 0)
     _made: dict[int, float] = field(default_factory=dict)  # participant -> seconds
     _digests: dict[int, dict[int, DigestPart]] = field(default_factory=dict)
+    _saving_s: float = -math.inf
 
     def expect(self, plan: Plan) -> None:
         """A plan has been ordered: its workers' parts will come."""
@@ -111,6 +115,11 @@ class Gather:
                 return self._groups_made(worker, event)
             case DigestPart():
                 return self._digest(event)
+            case Progress(phase="saving"):
+                if at_s - self._saving_s < SAVING_EVERY_S:
+                    return []
+                self._saving_s = at_s
+                return [event]
             case _:
                 return self._told.add(event)
 

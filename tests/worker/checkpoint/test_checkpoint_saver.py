@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -30,6 +31,7 @@ from elastic.types import (
     ModelProfile,
     OptimizerSpec,
     Plan,
+    Progress,
     ShardStored,
     TensorSpec,
     WorkerId,
@@ -183,6 +185,23 @@ def test_who_hears_of_no_driver_saves_nothing_that_nobody_would_commit(
     on.saving.heard_at_s = now_s[0]
     on.save(30)
     assert isinstance(on.finish(3)[2], ShardStored)
+
+
+def test_who_writes_for_minutes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on, clock = Rank(tmp_path, four(Layout()), 0), count(1000.0, 61.0)
+    monkeypatch.setattr(checkpoint_saver, "time", SimpleNamespace(monotonic=clock.__next__))
+    on.save(10, must=True)
+    on.finish(1)
+    *said, stored = on.told
+    assert isinstance(stored, ShardStored)
+    n_tensors = len(state_specs(MODEL))
+    assert said == [Progress(ME, 1, "saving")] * n_tensors, "as each takes more than a minute"
+
+
+def test_that_ranks_write_is_passed_on_seldom_however_many_they_are() -> None:
+    gather, said = gathering(lambda parts: None), Progress(ME, 1, "saving")
+    passed = [len(gather.add(ME, said, at_s)) for at_s in (0.0, 1.0, 29.0, 31.0, 60.0, 62.0)]
+    assert passed == [1, 0, 0, 1, 0, 1]
 
 
 def test_a_copy_that_must_be_is_written_after_the_one_before(
