@@ -46,21 +46,32 @@ def stop_wish(state: State, now_s: float) -> StopWish | None:
     wish = state.stop
     if wish is None or (state.away and not wish.limit and not state.quiescing):
         return hard_limits.wish(state, now_s)
-    return (hard_limits.wish(state, now_s) if stop_refused(state) else None) or wish
+    waits = stop_refused(state) or _takes_its_time(state, wish)
+    return (hard_limits.wish(state, now_s) if waits else None) or wish
 
 
 def bound_s(state: State, wish: StopWish, now_s: float) -> float:
     """Until when a wish to stop waits for its checkpoint: a person's for `orphan_lease_s` where
-    storage refuses it, and no longer than the budget lasts."""
-    most_s = hard_limits.stop_most_s(state)
-    if stop_refused(state) and not wish.limit:
-        most_s = max(most_s, state.job.orphan_lease_s)
-    spent_s = hard_limits.spent_at_s(state, now_s) if _refuses(state) else math.inf
-    return min(wish.at_s + most_s, max(wish.at_s, spent_s))
+    storage refuses it or it is not stored yet, longer while ranks write it, and no longer than the
+    budget lasts."""
+    until_s = wish.at_s + hard_limits.stop_most_s(state)
+    if (stop_refused(state) and not wish.limit) or _takes_its_time(state, wish):
+        until_s = max(until_s, wish.at_s + state.job.orphan_lease_s)
+    if _takes_its_time(state, wish):
+        until_s = max(until_s, state.busy_at_s + LAST_COPY_LEAST_S)
+    spent_s = hard_limits.spent_at_s(state, now_s) if _heeds_limits(state, wish) else math.inf
+    return min(until_s, max(wish.at_s, spent_s))
 
 
-def _refuses(state: State) -> bool:
-    return state.saves_again and state.copy_failed is not None
+def _takes_its_time(state: State, wish: StopWish) -> bool:
+    """A person has asked to stop, and memory alone holds the newest step."""
+    return not wish.limit and hard_limits.awaits_save(state)
+
+
+def _heeds_limits(state: State, wish: StopWish) -> bool:
+    """Budget and deadline end the wait."""
+    refused = state.saves_again and state.copy_failed is not None
+    return refused or _takes_its_time(state, wish)
 
 
 def look_again_s(state: State, wish: StopWish, now_s: float) -> float | None:
@@ -68,7 +79,7 @@ def look_again_s(state: State, wish: StopWish, now_s: float) -> float | None:
     if state.away and not wish.limit:
         return None
     until_s = bound_s(state, wish, now_s)
-    if not _refuses(state):
+    if not _heeds_limits(state, wish):
         return until_s
     times = [until_s, *([] if wish.limit else hard_limits.wakes(state, now_s))]
     return min((at_s for at_s in times if at_s > now_s), default=None)

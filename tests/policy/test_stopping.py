@@ -159,6 +159,53 @@ def test_a_stop_does_not_wait_for_ever() -> None:
     assert stopped(story).outcome == "stopped"
 
 
+def asked_and_slow(flag: bool = True, **changes: Any) -> Story:
+    """A run that was asked to stop: its workers have left, and write."""
+    story = Story(**changes)
+    known = dict.fromkeys(("saves_again", "dates_budget", "spends_slack"), True)
+    story.state = replace(story.state, awaits_stop=flag, **known)
+    plan = story.running("a", "b", steps=4)
+    story.tick(StopAsked("enough"))
+    story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
+    return story
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_stop_waits_for_a_checkpoint_that_takes_minutes(flag: bool) -> None:
+    story = asked_and_slow(flag)
+    for _ in range(30):
+        story.tick(after_s=10.0)
+    assert (story.state.phase == "stopped") != flag
+    if flag:
+        story.tick(durable(story, 4))
+        assert stopped(story).reason == "enough; step 4 reached, last checkpoint at step 4"
+
+
+def test_it_waits_for_one_that_is_being_written_and_not_for_ever() -> None:
+    story = asked_and_slow()
+    assert story.decisions[-1].wake_at_s == pytest.approx(story.now_s + 900.0, abs=1.0)
+    plan = story.state.plan
+    assert plan is not None
+    for _ in range(16):
+        story.tick(Progress(plan.ranks[0], plan.generation, "saving"), after_s=60.0)
+    assert story.state.phase == "running"
+    story.tick(after_s=121.0)
+    assert stopped(story).outcome == "stopped" and story.state.saved_step == 0
+
+
+@pytest.mark.parametrize("limit", [{"budget_usd": 0.1}, {"deadline_h": 0.05}], ids=str)
+def test_budget_and_deadline_end_that_wait(limit: dict[str, Any]) -> None:
+    """Both are over after 180 s."""
+    story = asked_and_slow(**limit)
+    for _ in range(50):
+        wake_at_s = story.decisions[-1].wake_at_s
+        if story.state.phase == "running":
+            assert wake_at_s is not None
+            story.tick(after_s=max(0.1, wake_at_s - story.now_s))
+    assert 100.0 < story.now_s < 260.0
+    assert next(iter(limit)).split("_")[0] in stopped(story).reason
+
+
 def test_a_stop_that_has_to_wait_for_something_is_looked_at_again_by_its_bound() -> None:
     story = Story(min_workers=2, peer_every=1)
     plan = story.running("a", "b", steps=4)

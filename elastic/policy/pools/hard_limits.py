@@ -47,6 +47,20 @@ def stop_most_s(state: State) -> float:
     return max(STOP_MOST_S, 2 * save_s(state))
 
 
+def awaits_save(state: State) -> bool:
+    """A person has asked to stop, and memory alone holds the newest step."""
+    waits = state.awaits_stop and state.stop is not None and not state.stop.limit
+    if not waits or state.job.restarted or state.saved_step >= state.step:
+        return False
+    if state.target is not None:
+        resume = state.target.resume
+        return resume.source == "live" or resume.step > state.saved_step
+    if state.plan is not None or (state.aborting is not None and state.aborting.owing):
+        return True
+    memory = recovery.from_memory(state)
+    return memory is not None and memory.step > state.saved_step
+
+
 def budget_usd(state: State) -> float | None:
     return state.job.budget_usd
 

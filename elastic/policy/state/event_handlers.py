@@ -89,7 +89,9 @@ def _bill(state: State, at_s: float) -> dict[str, Any]:
     if passed_s <= 0:
         return {}
     put_off = state.stop is not None and not state.stop.limit
-    put_off = put_off and (state.away is not None or stop_refused(state))
+    put_off = put_off and (
+        state.away is not None or stop_refused(state) or hard_limits.awaits_save(state)
+    )
     stop = (
         hard_limits.wish(state, at_s)
         if (state.stop is None or put_off) and state.phase not in ENDED
