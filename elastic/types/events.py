@@ -291,12 +291,14 @@ class CopyStored(Event):
 @dataclass(frozen=True)
 class CopyFailed(Event):
     """A checkpoint was not made; training continues, the copies before it stay. `skipped`: it fell
-    due while the one before was being written, and nothing has failed."""
+    due while the one before was being written, and nothing has failed. `rank`: whose part of it was
+    not stored; None = it is of no single rank."""
 
     generation: int
     step: int
     reason: str
     skipped: bool = False
+    rank: int | None = None
 
 
 @dataclass(frozen=True)

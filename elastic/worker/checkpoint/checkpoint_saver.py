@@ -139,7 +139,8 @@ class Saving:
         if not must and (why := self._leave_out(began)):
             if copy is not None:
                 copy.release()
-            self.place.report(CopyFailed(plan.generation, state.step, why, skipped=True))
+            number, rank = plan.generation, state.rank
+            self.place.report(CopyFailed(number, state.step, why, skipped=True, rank=rank))
             return
         copy = copy or Snapshot(state.snapshot())
         self._keep(plan, state, copy)
@@ -214,7 +215,7 @@ class Saving:
             write()
         except (OSError, ElasticError) as error:
             why = f"rank {of.rank}: {_said(error)}"
-            self.place.report(CopyFailed(of.plan.generation, of.step, why))
+            self.place.report(CopyFailed(of.plan.generation, of.step, why, rank=of.rank))
 
     def _write(self, of: CheckpointPart, copy: BoundaryCopy, stall_s: float) -> None:
         try:
@@ -231,8 +232,6 @@ class Saving:
             if held.kind == "peer" and held.serves(number, of.rank, of.step):
                 self._write_boxes(of, held.tensors, 0.0)
                 return
-        if self.place.profile.by_owners:
-            return  # replicas are asked too, and have other boxes: the next one is
         raise StateLost(
             f"{self.place.me} holds no boxes of rank {of.rank} of generation {number} at step "
             f"{of.step}"

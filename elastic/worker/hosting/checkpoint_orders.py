@@ -261,4 +261,5 @@ def write_late_parts(
                 other,
                 rank,
             )
+            parts.writing.setdefault(rank, set()).add(other)
             order(other, WorkerOrder(WriteShard(parts.plan, parts.step, rank)))

@@ -45,6 +45,7 @@ from elastic.worker.checkpoint import (
 )
 from elastic.worker.checkpoint.checkpoint_saver import Saving, Snapshot
 from elastic.worker.hosting.aggregate import LATE_LEAST_S, OPEN_COPIES, CheckpointParts, Gather
+from elastic.worker.hosting.checkpoint_orders import write_late_parts
 from elastic.worker.session.takeover import tell_digests
 from elastic.worker.session.workplace import EnterOrder
 from elastic.worker.state.content_digest import digest
@@ -147,7 +148,9 @@ def test_a_copy_that_comes_too_early_is_left_out(tmp_path: Path, slow: threading
     on = Rank(tmp_path, four(), 0)
     on.save(10)
     on.save(20)
-    skipped = CopyFailed(1, 20, "the copy of step 10 is still being written", skipped=True)
+    skipped = CopyFailed(
+        1, 20, "the copy of step 10 is still being written", skipped=True, rank=0
+    )
     assert on.wait(1) == [skipped]
     slow.set()
     stored = on.wait(2)[1]
@@ -178,7 +181,8 @@ def test_who_hears_of_no_driver_saves_nothing_that_nobody_would_commit(
     on.saving.heard_at_s = 1000.0
     now_s[0] += checkpoint_saver.UNHEARD_S + 1
     on.save(10)
-    assert on.wait(1) == [CopyFailed(1, 10, "no driver was heard of for 31 s", skipped=True)]
+    why = "no driver was heard of for 31 s"
+    assert on.wait(1) == [CopyFailed(1, 10, why, skipped=True, rank=0)]
     assert not (tmp_path / "checkpoints").exists()
     on.save(20, must=True)  # as it leaves
     assert isinstance(on.finish(2)[1], ShardStored)
@@ -425,17 +429,61 @@ def test_who_was_asked_in_vain_fails_no_copy() -> None:
     gather = gathering(done.append)
     for rank in range(3):
         gather.add(ME, part(rank))
-    assert gather.late(100.0)
-    assert gather.add(ME, CopyFailed(1, 10, "a/0 holds no boxes of rank 3")) == []
+    write_late_parts(gather.late(100.0), [ME], lambda worker, order: None)
+    assert gather.add(ME, CopyFailed(1, 10, "a/0 holds no boxes of rank 3", rank=3)) == []
     gather.add(ME, part(3))
     assert len(done) == 1
 
 
-def test_parts_of_old_copies_are_let_go() -> None:
-    gather = gathering(lambda parts: None)
+def test_a_part_that_is_late_and_that_its_rank_cannot_store_fails_the_copy() -> None:
+    """Nobody else holds its boxes, so nobody was ordered to write them."""
+    gather = gathering(lambda parts: pytest.fail("it is not whole"))
+    for rank in range(3):
+        gather.add(ME, part(rank))
+    assert [rank for _, rank in gather.late(11.0)] == [3]
+    failed = CopyFailed(1, 10, "rank 3: no room", rank=3)
+    assert gather.add(WorkerId("d", 0), failed) == [failed]
+    assert gather.add(WorkerId("d", 0), failed) == []
+
+
+def test_it_fails_only_once_nobody_writes_it_any_more() -> None:
+    """Rank 2 holds what rank 3 does."""
+    plan, sent = four(Layout(dp_replicate=2, dp_shard=2)), list[WorkerId]()
+    gather = Gather(lambda parts: None, lambda node_id: 1)
+    gather.expect(plan)
+    for rank in (0, 1, 2):
+        gather.add(plan.ranks[rank], part(rank))
+    write_late_parts(gather.late(100.0), plan.ranks, lambda worker, order: sent.append(worker))
+    (other,) = sent
+    failed = CopyFailed(1, 10, "rank 3: no room", rank=3)
+    assert gather.add(plan.ranks[3], failed) == []
+    assert gather.add(other, replace(failed, reason="rank 3: no room there either")) == [failed]
+
+
+def test_a_part_that_comes_twice_begins_no_other_copy() -> None:
+    done: list[CheckpointParts] = []
+    gather = gathering(done.append)
+    for rank in (0, 1, 2, 3, 3):
+        gather.add(ME, part(rank))
+    assert len(done) == 1 and gather.late(1000.0) == []
+
+
+def test_parts_of_old_copies_are_let_go_and_each_is_said_to_have_failed() -> None:
+    gather, told = gathering(lambda parts: None), list[Event]()
     for step in range(10, 10 + 3 * OPEN_COPIES):
-        gather.add(ME, part(0, step))
+        told += gather.add(ME, part(0, step))
     assert len(gather._copies) == OPEN_COPIES
+    why = "ranks 1, 2, 3 never reported a stored part"
+    assert told == [CopyFailed(1, step, why, rank=1) for step in range(10, 10 + 2 * OPEN_COPIES)]
+
+
+def test_an_unfinished_copy_of_an_older_step_fails_with_the_next_one_that_is_whole() -> None:
+    gather = gathering(lambda parts: None)
+    for rank in (0, 1, 2):
+        gather.add(ME, part(rank))
+        assert gather.add(ME, part(rank, 20)) == []
+    why = "rank 3 never reported a stored part"
+    assert gather.add(ME, part(3, 20)) == [CopyFailed(1, 10, why, rank=3)]
 
 
 # ------------------------------------------------------------------------- is the content the same?
