@@ -44,6 +44,7 @@ from elastic.worker.checkpoint import (
     checkpoint_writer,
 )
 from elastic.worker.checkpoint.checkpoint_saver import Saving, Snapshot
+from elastic.worker.checkpoint.disk_space import MARGIN_BYTES, OVERHEAD, NoRoom, check_space
 from elastic.worker.hosting.aggregate import LATE_LEAST_S, OPEN_COPIES, CheckpointParts, Gather
 from elastic.worker.hosting.checkpoint_orders import write_late_parts
 from elastic.worker.session.takeover import tell_digests
@@ -247,6 +248,21 @@ def test_a_disk_without_room_is_seen_before_the_first_byte(
     assert isinstance(failed, CopyFailed) and "rank 0: " in failed.reason
     assert "0.06 GB are free, the copy of step 10 needs 0.07 GB" in failed.reason
     assert on.storage.list() == []
+
+
+def test_what_another_rank_is_writing_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole checkpoint fits; half of it is there already, under a temporary name."""
+    storage, half = LocalStorage(tmp_path), 50 << 20
+    free_bytes = [int(2 * half * OVERHEAD) + MARGIN_BYTES + 1]
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: free_bytes[0])
+    check_space(storage, (10, 1), (half, 2 * half))
+    with storage.create("checkpoints/step-00000010.g0001/__0_0.distcp"):
+        free_bytes[0] -= half
+        check_space(storage, (10, 1), (half, 2 * half))
+        with pytest.raises(NoRoom):  # of another one no rank has asked
+            check_space(storage, (20, 1), (half, 2 * half))
 
 
 def test_a_disk_that_runs_full_while_writing(
