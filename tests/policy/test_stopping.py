@@ -392,7 +392,9 @@ def stored_by(plan: Plan, step: int, seconds: float) -> CopyStored:
     return CopyStored(at, seconds)
 
 
-@pytest.mark.parametrize(("flag", "kept_s", "then_s"), [(True, 600.0, 570.0), (False, 150.0, 360.0)])
+@pytest.mark.parametrize(
+    ("flag", "kept_s", "then_s"), [(True, 600.0, 570.0), (False, 150.0, 360.0)]
+)
 def test_fewer_ranks_are_given_longer_for_their_checkpoint(
     flag: bool, kept_s: float, then_s: float
 ) -> None:

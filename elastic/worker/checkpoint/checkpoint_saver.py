@@ -257,7 +257,6 @@ class Saving:
         stored = ShardStored(number, step, rank, n_bytes, took_s, stall_s, content, of.ordered)
         place.report(stored)
 
-
     def _says_so(self, of: CheckpointPart) -> Callable[[], None]:
         """To be called while it is written."""
         said_s = time.monotonic()

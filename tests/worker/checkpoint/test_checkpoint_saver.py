@@ -149,9 +149,7 @@ def test_a_copy_that_comes_too_early_is_left_out(tmp_path: Path, slow: threading
     on = Rank(tmp_path, four(), 0)
     on.save(10)
     on.save(20)
-    skipped = CopyFailed(
-        1, 20, "the copy of step 10 is still being written", skipped=True, rank=0
-    )
+    skipped = CopyFailed(1, 20, "the copy of step 10 is still being written", skipped=True, rank=0)
     assert on.wait(1) == [skipped]
     slow.set()
     stored = on.wait(2)[1]
