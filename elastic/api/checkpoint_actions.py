@@ -204,9 +204,9 @@ def remove(run: Storage, step: int, force: bool) -> list[str]:
     from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
 
     newest = max((item.step for item in checkpoints.listed(run) if item.committed), default=-1)
-    if step >= newest and not force and holder(run):
+    if step >= newest and not force and (driver := holder(run)):
         raise SpecError(
-            f"step {step} is the newest checkpoint of a run that is driven by {holder(run)}; "
-            "--force removes it"
+            f"step {step} is the newest checkpoint of a run that is driven by {driver}; --force "
+            "removes it"
         )
     return checkpoints.remove(run, step, force)

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elastic.api.diagnose import TracedStep, communication, diagnosed, step_parts, traced_step
@@ -51,7 +52,11 @@ def dashboard(runs: Sequence[str], options: DashboardOptions, say: Callable[[str
 
     profiles = TracedProfiles()
     sources = PageSources(
-        holder, profiles.verdicts, profiles.of, step_parts, profiles.communication
+        partial(holder, patient=False),
+        profiles.verdicts,
+        profiles.of,
+        step_parts,
+        profiles.communication,
     )
     if options.beside_driver:
         os.nice(NICE)

@@ -79,7 +79,7 @@ def _ls(given: argparse.Namespace) -> int:
         except (SpecError, JournalDamaged) as error:  # the others are listed all the same
             print(f"elastic: run '{name}' is left out: {in_one_line(error)}", file=sys.stderr)
             continue
-        rows.append(run_tables.Row(view, api.holder(run.storage), run.age_s(), name))
+        rows.append(run_tables.Row(view, api.holder(run.storage, patient=False), run.age_s(), name))
     show(
         given,
         [row.plain() for row in rows],
@@ -90,7 +90,7 @@ def _ls(given: argparse.Namespace) -> int:
 
 def _status(given: argparse.Namespace) -> int:
     run = opened(given)
-    seen, holder = standing_of_run(run), api.holder(run.storage)
+    seen, holder = standing_of_run(run), api.holder(run.storage, patient=False)
     view, goodput = seen.view, seen.account.totals.goodput
     if given.quiet and not given.json:
         print(printable(run_tables.brief(view, holder, goodput)))

@@ -180,12 +180,9 @@ class Lease:
     def _watch(self, before: Sign) -> None:
         """Raises SpecError when a new sign of life comes while the last one expires by our own
         clock."""
-        until_s = time.monotonic() + before.ttl_s
-        while time.monotonic() < until_s:
-            time.sleep(min(self.times.renew_s, before.ttl_s))
-            after = newest(self.storage, before.key)
-            if after is not None and not after.released:
-                raise SpecError(self._refusal(after))
+        after = _sign_after(before, self.storage, self.times.renew_s)
+        if after is not None:
+            raise SpecError(self._refusal(after))
 
     def _dead_here(self, sign: Sign) -> bool:
         return sign.boot == Machine.here().boot and started(sign.pid) != sign.started
@@ -314,14 +311,30 @@ def newest(
     )
 
 
-def holder(run: Storage) -> str:
-    """Who drives the run now, as `process 12 on host`; '' = nobody."""
+def holder(run: Storage, *, patient: bool = True) -> str:
+    """Who drives the run now, as `process 12 on host`; '' = nobody. `patient`: one on another
+    machine that looks expired by this one's clock is watched until it is, or gives a sign."""
     sign = newest(run)
     if sign is None or sign.released:
         return ""
-    here = sign.boot == Machine.here().boot
-    alive = started(sign.pid) == sign.started if here else time.time() - sign.at_s <= sign.ttl_s
+    if sign.boot == Machine.here().boot:
+        alive = started(sign.pid) == sign.started
+    else:
+        alive = time.time() - sign.at_s <= sign.ttl_s
+        alive = alive or (patient and _sign_after(sign, run, sign.ttl_s / 5) is not None)
     return f"process {sign.pid} on {sign.host}" if alive else ""
+
+
+def _sign_after(before: Sign, storage: Storage, look_s: float) -> Sign | None:
+    """The sign of life that comes while that one expires by this machine's own clock; None = none
+    does. `look_s`: so often it is looked for."""
+    until_s = time.monotonic() + before.ttl_s
+    while time.monotonic() < until_s:
+        time.sleep(min(look_s, before.ttl_s))
+        after = newest(storage, before.key)
+        if after is not None and not after.released:
+            return after
+    return None
 
 
 def sign_at(storage: Storage, key: str) -> Sign | None:

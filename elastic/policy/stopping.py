@@ -9,6 +9,9 @@ from elastic.policy.copies import recovery
 from elastic.policy.copies.retention import (
     COPY_TRIES,
     COPY_WAIT_S,
+    LAST_COPY_LEAST_S,
+    last_heard_s,
+    last_tries,
     removal,
     stop_refused,
     tried_until_s,
@@ -21,7 +24,7 @@ from elastic.types.events import SIGNAL
 from elastic.types.replacing import replace
 
 AGAIN_MOST_S = 60.0  # between two tries to store the last checkpoint
-LAST_COPY_MOST_S = 120.0  # since the last step, or since what comes after it has made progress last
+SLOW_SAVE = 3.0  # times what a checkpoint took: the last one may be as slow as that
 
 
 def ended(state: State, now_s: float) -> Decision | None:
@@ -55,21 +58,32 @@ def stop_wish(state: State, now_s: float) -> StopWish | None:
     wish = state.stop
     if wish is None or (state.away and not wish.limit and not state.quiescing):
         return hard_limits.wish(state, now_s)
-    return (hard_limits.wish(state, now_s) if stop_refused(state) else None) or wish
+    waits = stop_refused(state) or _takes_its_time(state, wish)
+    return (hard_limits.wish(state, now_s) if waits else None) or wish
 
 
 def bound_s(state: State, wish: StopWish, now_s: float) -> float:
     """Until when a wish to stop waits for its checkpoint: a person's for `orphan_lease_s` where
-    storage refuses it, and no longer than the budget lasts."""
-    most_s = hard_limits.stop_most_s(state)
-    if stop_refused(state) and not wish.limit:
-        most_s = max(most_s, state.job.orphan_lease_s)
-    spent_s = hard_limits.spent_at_s(state, now_s) if _refuses(state) else math.inf
-    return min(wish.at_s + most_s, max(wish.at_s, spent_s))
+    storage refuses it or it is not stored yet, longer while ranks write it, and no longer than the
+    budget lasts."""
+    until_s = wish.at_s + hard_limits.stop_most_s(state)
+    if (stop_refused(state) and not wish.limit) or _takes_its_time(state, wish):
+        until_s = max(until_s, wish.at_s + state.job.orphan_lease_s)
+    if _takes_its_time(state, wish):
+        until_s = max(until_s, state.busy_at_s + LAST_COPY_LEAST_S)
+    spent_s = hard_limits.spent_at_s(state, now_s) if _heeds_limits(state, wish) else math.inf
+    return min(until_s, max(wish.at_s, spent_s))
 
 
-def _refuses(state: State) -> bool:
-    return state.saves_again and state.copy_failed is not None
+def _takes_its_time(state: State, wish: StopWish) -> bool:
+    """A person has asked to stop, and memory alone holds the newest step."""
+    return not wish.limit and hard_limits.awaits_save(state)
+
+
+def _heeds_limits(state: State, wish: StopWish) -> bool:
+    """Budget and deadline end the wait."""
+    refused = state.saves_again and state.copy_failed is not None
+    return refused or _takes_its_time(state, wish)
 
 
 def look_again_s(state: State, wish: StopWish, now_s: float) -> float | None:
@@ -77,7 +91,7 @@ def look_again_s(state: State, wish: StopWish, now_s: float) -> float | None:
     if state.away and not wish.limit:
         return None
     until_s = bound_s(state, wish, now_s)
-    if not _refuses(state):
+    if not _heeds_limits(state, wish):
         return until_s
     times = [until_s, *([] if wish.limit else hard_limits.wakes(state, now_s))]
     return min((at_s for at_s in times if at_s > now_s), default=None)
@@ -226,15 +240,32 @@ def finishing(state: State, now_s: float) -> Decision:
             return Decision((), f"{text}: retried in {wait_s:.0f} s{more}", again_s)
         if bad.generation == state.generation:
             return Decision((Abort(state.generation),), f"{text}: retried")
-    begun_s = 0.0 if until_s is None else state.entered_at_s
-    bound_s = max(state.last_step_at_s, state.busy_at_s, begun_s) + LAST_COPY_MOST_S
+    most_s = _last_copy_most_s(state)
+    bound_s = last_heard_s(state) + most_s
     if now_s < bound_s:
         return Decision(
             (),
             f"all {state.steps} steps are done: waiting for the checkpoint of the last one",
             bound_s,
         )
-    return Decision(
-        (Abort(state.generation),),
-        f"the copy of step {state.step} was not stored within {LAST_COPY_MOST_S:.0f} s",
-    )
+    late = f"the copy of step {state.step} was not stored within {most_s:.0f} s"
+    tries = last_tries(state) + 1
+    again = tries < COPY_TRIES or (until_s is not None and now_s < until_s)
+    if state.awaits_last and not again and _heard_all(state):
+        return stop("failed", f"{late}, in {tries} tries")
+    return Decision((Abort(state.generation),), late)
+
+
+def _last_copy_most_s(state: State) -> float:
+    """How long nothing need be heard of the checkpoint of the last step while ranks owe their
+    parts."""
+    if not state.awaits_last:
+        return LAST_COPY_LEAST_S
+    most_s = max(LAST_COPY_LEAST_S, SLOW_SAVE * hard_limits.stored_s(state))
+    return max(most_s, state.job.orphan_lease_s) if _heard_all(state) else most_s
+
+
+def _heard_all(state: State) -> bool:
+    """Else some parts may have been stored and told to a driver that is gone: no rank tells that
+    again."""
+    return state.attached_at_s <= max(state.last_step_at_s, state.entered_at_s)

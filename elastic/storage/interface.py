@@ -116,6 +116,11 @@ class Storage(ABC):
         """Removes everything under `key`, what interrupted writers left there included; '' = the
         whole storage."""
 
+    def is_written_to(self, key: str) -> bool:
+        """Is a file under `key` being written that `list` does not show yet? False where nobody can
+        see that."""
+        return False
+
     @abstractmethod
     def clean_unfinished(self, older_than_s: float) -> int:
         """Removes what interrupted writers left under this storage, if it was begun that long ago;

@@ -134,6 +134,10 @@ class LocalStorage(Storage):
             with suppress(FileNotFoundError):  # somebody else removes it too: look again
                 shutil.rmtree(folder)
 
+    def is_written_to(self, key: str) -> bool:
+        found = os.walk(self.path(key), onerror=_raised)
+        return any(name.startswith(TEMPORARY) for _, _, names in found for name in names)
+
     def clean_unfinished(self, older_than_s: float) -> int:
         if not self.root.is_dir():
             return 0

@@ -292,12 +292,14 @@ class CopyStored(Event):
 @dataclass(frozen=True)
 class CopyFailed(Event):
     """A checkpoint was not made; training continues, the copies before it stay. `skipped`: it fell
-    due while the one before was being written, and nothing has failed."""
+    due while the one before was being written, and nothing has failed. `rank`: whose part of it was
+    not stored; None = it is of no single rank."""
 
     generation: int
     step: int
     reason: str
     skipped: bool = False
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -390,8 +392,9 @@ class Silent(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """A worker makes progress with what has no steps (preparing, evaluating, finishing); told once
-    a minute, by one worker of the node or of the generation (0 = none)."""
+    """A worker makes progress with what has no steps (preparing, evaluating, finishing), or writes
+    its part of a checkpoint behind them (saving); told once a minute, by one worker of the node or
+    of the generation (0 = none)."""
 
     worker: WorkerId
     generation: int

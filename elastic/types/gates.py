@@ -123,6 +123,16 @@ class Gates:
     # of checkpoints of one validation loss that of the step which was validated is the best, else
     # the newest
     keeps_validated: bool = False
+    # what a checkpoint takes is longer where fewer ranks write it than wrote those before, else it
+    # is what these took
+    scales_saves: bool = False
+    # the checkpoint of the last step is waited for as long as its upload may take, and one that is
+    # late is one that failed; else for two minutes, and then it is an error of the infrastructure
+    awaits_last: bool = False
+    # the checkpoint of a person's stop is waited for as long as that of the last step, while memory
+    # alone holds its step and no limit is reached; else for a minute, or three times what those
+    # before took
+    awaits_stop: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -21,7 +21,7 @@ from support.waiting import until
 
 from elastic.errors import SpecError
 from elastic.ledger.holder import Machine, started
-from elastic.ledger.lease import MOST_EPOCH, Lease, Sign, Times, newest
+from elastic.ledger.lease import MOST_EPOCH, Lease, Sign, Times, holder, newest
 from elastic.storage import LocalStorage, Storage, open_storage
 
 QUICK = Times(renew_s=0.05, ttl_s=600.0)
@@ -112,6 +112,19 @@ def test_a_driver_whose_clock_is_behind_still_lives(
     gives_signs(monkeypatch, storage, at_s=time.time() - 1000)
     with pytest.raises(SpecError, match="elsewhere"):
         Lease(storage, "r", QUICK)
+
+
+def test_a_driver_that_looks_expired_by_this_clock_is_named_while_it_gives_signs(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's clock is a minute ahead."""
+    put(storage, at_s=time.time() - 60, ttl_s=0.3)
+    began_s = time.monotonic()
+    assert holder(storage) == "" and time.monotonic() - began_s >= 0.3
+    put(storage, at_s=time.time() - 60, ttl_s=15.0)
+    assert holder(storage, patient=False) == ""
+    gives_signs(monkeypatch, storage, at_s=time.time() - 60)
+    assert holder(storage) == "process 4711 on elsewhere"
 
 
 def test_a_living_process_of_this_machine_that_was_held_up_is_refused(

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from support.policy.story import Story, durable, orders, plan_of, stopped
 
-from elastic.policy.pools.hard_limits import wish
+from elastic.policy.pools.hard_limits import save_s, wish
 from elastic.policy.state.state import StopWish
 from elastic.types import (
     Abort,
     Copy,
     CopyFailed,
+    CopyStored,
     Decision,
     DriverStarted,
     EnterPlan,
@@ -21,6 +22,7 @@ from elastic.types import (
     Node,
     NodeLost,
     NodeReady,
+    Plan,
     Progress,
     Quiesce,
     Quiesced,
@@ -73,6 +75,64 @@ def test_what_comes_after_the_last_step_may_take_its_time_while_it_gets_on() -> 
     assert orders(story.tick(after_s=2), Abort)
 
 
+def done_and_unsaved() -> Story:
+    """All steps are done, and nothing is heard of the checkpoint of the last one."""
+    story = Story(steps=4, peer_every=1)
+    story.state = replace(story.state, awaits_last=True, waits_to_save=True)
+    story.running("a", "b", steps=4)
+    return story
+
+
+def test_a_last_checkpoint_that_takes_ten_minutes_is_waited_for() -> None:
+    story = done_and_unsaved()
+    for _ in range(60):
+        assert not story.tick(after_s=10.0).actions
+    story.tick(durable(story, 4))
+    assert stopped(story).outcome == "succeeded"
+
+
+def test_one_that_is_being_written_is_waited_for_however_long_that_takes() -> None:
+    story = done_and_unsaved()
+    plan = story.state.plan
+    assert plan is not None
+    for _ in range(60):
+        assert not story.tick(
+            Progress(plan.ranks[1], plan.generation, "saving"), after_s=60.0
+        ).actions
+    story.tick(durable(story, 4))
+    assert stopped(story).outcome == "succeeded"
+
+
+def test_one_that_nothing_is_heard_of_is_tried_three_times_and_costs_no_attempt() -> None:
+    story = done_and_unsaved()
+    for tries in (1, 2):
+        plan = story.state.plan
+        assert plan is not None
+        assert not orders(story.tick(after_s=898.0), Abort)
+        assert orders(story.tick(after_s=2.5), Abort) == [Abort(plan.generation)]
+        assert (story.state.copy_failures, story.state.retries) == (tries, 0)
+        story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
+        story.entered()
+    story.tick(after_s=898.0)
+    assert story.state.phase == "running"
+    story.tick(after_s=2.5)
+    assert stopped(story).outcome == "failed"
+    assert stopped(story).reason == "the copy of step 4 was not stored within 900 s, in 3 tries"
+
+
+def test_what_was_told_to_a_driver_that_is_gone_is_not_waited_for_as_long() -> None:
+    story = done_and_unsaved()
+    plan = story.state.plan
+    assert plan is not None
+    story.tick(replace(story.start, epoch=2, attached=True, awaits_last=True), after_s=30.0)
+    story.tick(*(Progress(worker, plan.generation, "saving") for worker in plan.ranks))
+    assert not orders(story.tick(after_s=119.0), Abort)
+    assert orders(story.tick(after_s=2.0), Abort)
+    story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
+    story.entered()
+    assert not orders(story.tick(after_s=600.0), Abort), "of this one it hears all"
+
+
 @pytest.mark.parametrize(("done", "outcome"), [(False, "stopped"), (True, "succeeded")])
 def test_a_stop_saves_first(done: bool, outcome: str) -> None:
     story = Story()
@@ -102,6 +162,53 @@ def test_a_stop_does_not_wait_for_ever() -> None:
     assert decision.wake_at_s == pytest.approx(story.now_s + 60)
     story.tick(after_s=60)
     assert stopped(story).outcome == "stopped"
+
+
+def asked_and_slow(flag: bool = True, **changes: Any) -> Story:
+    """A run that was asked to stop: its workers have left, and write."""
+    story = Story(**changes)
+    known = dict.fromkeys(("saves_again", "dates_budget", "spends_slack"), True)
+    story.state = replace(story.state, awaits_stop=flag, **known)
+    plan = story.running("a", "b", steps=4)
+    story.tick(StopAsked("enough"))
+    story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
+    return story
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_stop_waits_for_a_checkpoint_that_takes_minutes(flag: bool) -> None:
+    story = asked_and_slow(flag)
+    for _ in range(30):
+        story.tick(after_s=10.0)
+    assert (story.state.phase == "stopped") != flag
+    if flag:
+        story.tick(durable(story, 4))
+        assert stopped(story).reason == "enough; step 4 reached, last checkpoint at step 4"
+
+
+def test_it_waits_for_one_that_is_being_written_and_not_for_ever() -> None:
+    story = asked_and_slow()
+    assert story.decisions[-1].wake_at_s == pytest.approx(story.now_s + 900.0, abs=1.0)
+    plan = story.state.plan
+    assert plan is not None
+    for _ in range(16):
+        story.tick(Progress(plan.ranks[0], plan.generation, "saving"), after_s=60.0)
+    assert story.state.phase == "running"
+    story.tick(after_s=121.0)
+    assert stopped(story).outcome == "stopped" and story.state.saved_step == 0
+
+
+@pytest.mark.parametrize("limit", [{"budget_usd": 0.1}, {"deadline_h": 0.05}], ids=str)
+def test_budget_and_deadline_end_that_wait(limit: dict[str, Any]) -> None:
+    """Both are over after 180 s."""
+    story = asked_and_slow(**limit)
+    for _ in range(50):
+        wake_at_s = story.decisions[-1].wake_at_s
+        if story.state.phase == "running":
+            assert wake_at_s is not None
+            story.tick(after_s=max(0.1, wake_at_s - story.now_s))
+    assert 100.0 < story.now_s < 260.0
+    assert next(iter(limit)).split("_")[0] in stopped(story).reason
 
 
 def test_a_stop_that_has_to_wait_for_something_is_looked_at_again_by_its_bound() -> None:
@@ -354,3 +461,33 @@ def test_a_run_that_has_stopped_may_be_started_again() -> None:
     assert stopped(story).outcome == "stopped"
     story.tick(next_driver(story, attached=False))
     assert story.state.stop is None and story.state.phase == "waiting"
+
+
+def stored_by(plan: Plan, step: int, seconds: float) -> CopyStored:
+    at = Copy(step, "durable", plan.generation, plan.layout, plan.layers, uri=f"u{step}")
+    return CopyStored(at, seconds)
+
+
+@pytest.mark.parametrize(
+    ("flag", "kept_s", "then_s"), [(True, 600.0, 570.0), (False, 150.0, 360.0)]
+)
+def test_fewer_ranks_are_given_longer_for_their_checkpoint(
+    flag: bool, kept_s: float, then_s: float
+) -> None:
+    """Four have stored one in 100 s; the one that is left has four times as much to write, and
+    takes 380 s for it."""
+    story = Story()
+    story.state = replace(story.state, scales_saves=flag)
+    plan = story.running("a", "b", "c", "d", steps=4)
+    assert len(plan.ranks) == 4
+    story.tick(stored_by(plan, 4, 100.0))
+    two_steps_s = save_s(story.state) - 150.0
+    assert 0.0 < two_steps_s < 1.0
+    story.tick(NodeLost("b"), NodeLost("c"), NodeLost("d"))
+    story.quiesced(plan, {"a": [(0, 4, "live")]})
+    alone = story.entered()
+    assert len(alone.ranks) == 1
+    assert save_s(story.state) == pytest.approx(kept_s + two_steps_s)
+    story.steps(4)
+    story.tick(stored_by(alone, 8, 380.0))
+    assert save_s(story.state) == pytest.approx(then_s + two_steps_s)

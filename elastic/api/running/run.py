@@ -27,6 +27,7 @@ from elastic.api.running.start_checks import (
     comes_again,
     keys_in,
     paid_until_s,
+    reads_back,
 )
 from elastic.api.show_dashboard import DashboardBeside
 from elastic.config.fingerprint import fingerprint
@@ -276,6 +277,8 @@ class JobRun:
             model = replace(model, notes=(*model.notes, *notes))
         if few := fed(job, sum(pool.max_nodes * pool.gpus_per_node for pool in self.pools)):
             model = replace(model, notes=(*model.notes, few))
+        if read := reads_back(self.spec, self.storage, model):
+            model = replace(model, notes=(*model.notes, read))
         attached = self._attaches(state)
         known = state.committed if state is not None else ()
         self._found = found = found_copies(self.storage, known, attached=attached)

@@ -27,10 +27,10 @@ from elastic.errors import ElasticError, SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import event_messages, find_runs
-from elastic.storage import open_storage
+from elastic.storage import Storage, open_storage
 from elastic.storage.local import LocalStorage
-from elastic.text import n_of
-from elastic.types import DriverStarted, Pool, Stop, WorkerFailed
+from elastic.text import n_of, size
+from elastic.types import DriverStarted, ModelProfile, Pool, Stop, WorkerFailed
 from elastic.types.typed_job import IN_JOB, orphans_paid_s
 from elastic.worker.hosting.resume_checks import (
     check_not_done,
@@ -202,6 +202,21 @@ def keys_in(spec: JobSpec, *, restarted: bool = False) -> str:
         return f"by {BY_SET}"
     entered = "prepare_trainer" if "prepare_trainer" in Path(spec.script).read_text() else "loop"
     return f"in elastic.{entered}(...)"
+
+
+def reads_back(spec: JobSpec, storage: Storage, model: ModelProfile) -> str:
+    """A sentence where each checkpoint comes to the driver over a network that may be paid for, and
+    nobody has asked for that; '' = none does."""
+    from elastic.worker.checkpoint.checkpoint_saver import state_bytes
+
+    asked = "verify_copies" in spec.model_fields_set
+    if asked or not spec.verify_copies or not storage.remote:
+        return ""
+    return (
+        f"the driver reads every checkpoint back from {storage.uri}, about "
+        f"{size(state_bytes(model))} each (verify_copies); where what leaves that storage is paid "
+        "for, as to another region, cloud or site, set verify_copies: false"
+    )
 
 
 def check_storage(asked: str | None, run: str) -> None:

@@ -34,6 +34,8 @@ from elastic.types.replacing import follows_from, replace
 KEPT_EVALUATIONS = 4096  # and those that a checkpoint is judged by
 # for the copy of the last step, and for one that a notice makes urgent
 COPY_TRIES, COPY_WAIT_S = 3, 5.0
+# for the copy of the last step, at least: since that step, or since anything was heard of it
+LAST_COPY_LEAST_S = 120.0
 
 
 def retention(state: State) -> Decision:
@@ -187,6 +189,31 @@ def stop_refused(state: State) -> bool:
     if not state.saves_again or stop is None or stop.limit or bad is None:
         return False
     return bad.step > state.saved_step and state.copy_failed_at_s >= stop.at_s
+
+
+def last_tries(state: State) -> int:
+    """How often the checkpoint of the last step has failed."""
+    bad = state.copy_failed
+    return state.copy_failures if bad is not None and bad.step >= state.steps > 0 else 0
+
+
+def last_heard_s(state: State) -> float:
+    """When something was heard last of the last step and its checkpoint, of which a rank tells once
+    a minute while it writes."""
+    found = max(state.last_step_at_s, state.busy_at_s)
+    if state.awaits_last:
+        return max(found, state.entered_at_s, state.attached_at_s)
+    return found if tried_until_s(state) is None else max(found, state.entered_at_s)
+
+
+def last_copy_late(state: State, generation: int, *, at_s: float) -> State:
+    """A checkpoint of the last step that was waited for in vain has failed, as one that a rank
+    could not store has. Where one has said so already, that is known."""
+    bad = state.copy_failed
+    if bad is not None and (bad.generation, bad.step) == (generation, state.step):
+        return state
+    why = f"nothing was heard of it for {at_s - last_heard_s(state):.0f} s"
+    return _copy_failed(state, CopyFailed(generation, state.step, why), at_s)
 
 
 def without_copy(state: State, uri: str) -> State:

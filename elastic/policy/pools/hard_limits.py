@@ -24,7 +24,17 @@ def save_s(state: State) -> float:
         return 0.0
     if state.job.restarted:  # it saves when it is told to, not at the next step
         return SAVE_SAFETY * (state.durable_s or SAVE_PRIOR_S)
-    return SAVE_STEPS * step_s(state) + SAVE_SAFETY * (state.durable_s or SAVE_PRIOR_S)
+    return SAVE_STEPS * step_s(state) + SAVE_SAFETY * (stored_s(state) or SAVE_PRIOR_S)
+
+
+def stored_s(state: State) -> float:
+    """What a checkpoint takes where the ranks of the newest plan write it, by those that were
+    stored; 0 = none was. Fewer ranks have more to write each; more of them may share one link, and
+    are not counted on to be quicker."""
+    plan = state.target or state.plan
+    if plan is None or not state.scales_saves:
+        return state.durable_s
+    return state.durable_s * max(1.0, state.durable_ranks / len(plan.ranks))
 
 
 def step_s(state: State) -> float:
@@ -35,6 +45,20 @@ def step_s(state: State) -> float:
 def stop_most_s(state: State) -> float:
     """How long a wish to stop waits for the copy."""
     return max(STOP_MOST_S, 2 * save_s(state))
+
+
+def awaits_save(state: State) -> bool:
+    """A person has asked to stop, and memory alone holds the newest step."""
+    waits = state.awaits_stop and state.stop is not None and not state.stop.limit
+    if not waits or state.job.restarted or state.saved_step >= state.step:
+        return False
+    if state.target is not None:
+        resume = state.target.resume
+        return resume.source == "live" or resume.step > state.saved_step
+    if state.plan is not None or (state.aborting is not None and state.aborting.owing):
+        return True
+    memory = recovery.from_memory(state)
+    return memory is not None and memory.step > state.saved_step
 
 
 def budget_usd(state: State) -> float | None:

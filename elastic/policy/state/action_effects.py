@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.policy import profiling
-from elastic.policy.copies.retention import ordered_removal
+from elastic.policy.copies.retention import last_copy_late, ordered_removal
 from elastic.policy.faults import quarantine, unreached
 from elastic.policy.faults.failures import process_failed, set_status, without, without_faults
 from elastic.policy.faults.recurring_breaks import recorded
@@ -159,6 +159,11 @@ def _ordered_abort(state: State, action: Abort, at_s: float) -> State:
     failure = state.failure or Failure(
         "infrastructure", f"generation {action.generation} was aborted", at_s
     )
+    done = state.phase == "running" and 0 < state.steps <= state.step
+    if state.awaits_last and done and state.failure is None:
+        # only to store its last step anew: what counts is how often that was tried
+        state = last_copy_late(state, action.generation, at_s=at_s)
+        failure = replace(failure, cause="loss")
     owing = frozenset(worker for worker in state.members - killed if state.lives(worker))
     breaks = recorded(state, failure) if state.failure else state.breaks
     aborted = f"generation {action.generation} is aborted: {failure.reason}"

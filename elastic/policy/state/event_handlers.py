@@ -89,7 +89,9 @@ def _bill(state: State, at_s: float) -> dict[str, Any]:
     if passed_s <= 0:
         return {}
     put_off = state.stop is not None and not state.stop.limit
-    put_off = put_off and (state.away is not None or stop_refused(state))
+    put_off = put_off and (
+        state.away is not None or stop_refused(state) or hard_limits.awaits_save(state)
+    )
     stop = (
         hard_limits.wish(state, at_s)
         if (state.stop is None or put_off) and state.phase not in ENDED
@@ -303,7 +305,9 @@ def _progress(state: State, event: Progress, at_s: float) -> State:
     state, node_id = seen(state, event.worker.node_id), event.worker.node_id
     if event.phase == "preparing" and node_id in state.preparing:
         return replace(state, preparing={**state.preparing, node_id: at_s})
-    return replace(state, busy_at_s=at_s) if state.is_current(event.generation) else state
+    # a part may be written when its generation is gone
+    counts = event.phase == "saving" or state.is_current(event.generation)
+    return replace(state, busy_at_s=at_s) if counts else state
 
 
 def _request_failed(state: State, event: RequestFailed, at_s: float) -> State:
@@ -469,10 +473,12 @@ def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
             if not state.durable_stall_s
             else 0.5 * (state.durable_stall_s + event.stall_s)
         )
-        took_s = event.seconds if not state.durable_s else 0.5 * (state.durable_s + event.seconds)
+        n_ranks, before_s = copy.layout.world_size, state.durable_s
+        alike = not state.scales_saves or n_ranks == state.durable_ranks
+        took_s = 0.5 * (before_s + event.seconds) if before_s and alike else event.seconds
         return replace(
             state, durable=_newest_first((copy, *state.durable), state), durable_stall_s=stall_s,
-            durable_s=took_s, copy_failed=None, copy_failures=0,
+            durable_s=took_s, durable_ranks=n_ranks, copy_failed=None, copy_failures=0,
         )  # fmt: skip
     if copy.kind != "peer" or state.plan is None or copy.generation != state.plan.generation:
         return state

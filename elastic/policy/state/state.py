@@ -274,7 +274,8 @@ class State(Gates):
     entered_step: int = 0
     last_step: StepDone | None = None
     last_step_at_s: float = 0.0
-    busy_at_s: float = 0.0  # when rank 0 last said that it makes progress between steps
+    # when rank 0 last said that it makes progress between steps, or any rank that it saves
+    busy_at_s: float = 0.0
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
     measured: tuple[MeasuredSteps, ...] = ()  # by plan, the newest last
@@ -292,6 +293,7 @@ class State(Gates):
     # from its boundary until a checkpoint was stored; of a script that is restarted: from SIGTERM
     # until all of its processes had ended
     durable_s: float = 0.0
+    durable_ranks: int = 0  # that wrote what `durable_s` was measured of; 0 = not known
     peer: Copy | None = None  # the newest acknowledged peer replica
     durable: tuple[Copy, ...] = ()  # newest first
     verified: frozenset[str] = frozenset()  # URIs of checkpoints that were read back and are right

@@ -157,15 +157,17 @@ def remove_copy(storage: Storage, uri: str, epoch: int) -> None:
 def clean(
     storage: Storage,
     epoch: int,
-    below_step: int | None = None,
+    below: tuple[int, int] | None = None,
     *,
     ordered: int = 0,
     spared: Container[str] = (),
 ) -> list[str]:
-    """Removes what interrupted saves (of steps below `below_step`; None = of any) and removals have
-    left; returns the URIs. `ordered`: that of the generation that trains: what was saved under
-    older drivers goes, of whatever step. Their workers may live on, out of this driver's reach.
-    `spared`: URIs of folders that stay: what was committed and has lost its marker may get it back.
+    """Removes what interrupted saves and removals have left; returns the URIs. `below`: the step
+    and generation of a checkpoint that is there: only what is of older steps, and not of a newer
+    generation, which may be saving; None = all. `ordered`: that of the generation that trains: what
+    was saved under older drivers goes, of whatever step. Their workers may live on, out of this
+    driver's reach. `spared`: URIs of folders that stay: what was committed and has lost its marker
+    may get it back.
 
     Only folders without a marker, whole or not, under this run; raises Fenced when a newer driver
     (epoch) has taken over.
@@ -175,7 +177,9 @@ def clean(
         match = FOLDER_NAME.fullmatch(folder)
         uri = storage.uri_of(f"{FOLDER}/{folder}")
         old = match and (
-            below_step is None or int(match[1]) < below_step or ordered_epoch(folder) < ordered
+            below is None
+            or (int(match[1]) < below[0] and int(match[2]) <= below[1])
+            or ordered_epoch(folder) < ordered
         )
         if old and uri not in spared and not storage.exists(f"{FOLDER}/{folder}/{MARKER}"):
             check_epoch(

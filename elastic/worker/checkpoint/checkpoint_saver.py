@@ -24,6 +24,7 @@ from elastic.types import (
     Job,
     ModelProfile,
     Plan,
+    Progress,
     ShardStored,
     WorkerId,
 )
@@ -39,6 +40,7 @@ from elastic.worker.state.train_state import Held, TrainState
 # twice as long as a lease lives without a sign: who drives this worker has asked it for news since
 UNHEARD_S = 30.0
 GENERATIONS_KEPT = 100  # of which a part may still be asked for
+SAVING_EVERY_S = 60.0  # a worker that writes for so long says that it does
 
 
 class Holder(Protocol):
@@ -137,7 +139,8 @@ class Saving:
         if not must and (why := self._leave_out(began)):
             if copy is not None:
                 copy.release()
-            self.place.report(CopyFailed(plan.generation, state.step, why, skipped=True))
+            number, rank = plan.generation, state.rank
+            self.place.report(CopyFailed(number, state.step, why, skipped=True, rank=rank))
             return
         copy = copy or Snapshot(state.snapshot())
         self._keep(plan, state, copy)
@@ -212,7 +215,7 @@ class Saving:
             write()
         except (OSError, ElasticError) as error:
             why = f"rank {of.rank}: {_said(error)}"
-            self.place.report(CopyFailed(of.plan.generation, of.step, why))
+            self.place.report(CopyFailed(of.plan.generation, of.step, why, rank=of.rank))
 
     def _write(self, of: CheckpointPart, copy: BoundaryCopy, stall_s: float) -> None:
         try:
@@ -229,8 +232,6 @@ class Saving:
             if held.kind == "peer" and held.serves(number, of.rank, of.step):
                 self._write_boxes(of, held.tensors, 0.0)
                 return
-        if self.place.profile.by_owners:
-            return  # replicas are asked too, and have other boxes: the next one is
         raise StateLost(
             f"{self.place.me} holds no boxes of rank {of.rank} of generation {number} at step "
             f"{of.step}"
@@ -247,13 +248,26 @@ class Saving:
         sizes = own_bytes, state_bytes(profile)
         check_space(place.storage, (step, number), sizes, quota_gb=quota_gb, ordered=of.ordered)
         n_bytes = checkpoint_writer.write_shard(
-            place.storage, step, number, rank=rank, items=list(mine.values()), ordered=of.ordered
-        )
+            place.storage, step, number, rank=rank, items=list(mine.values()), ordered=of.ordered,
+            wrote=self._says_so(of),
+        )  # fmt: skip
         shapes = {spec.fqn: spec.shape for spec in state_specs(profile)}
         content = digest(mine, shapes, mine)
         took_s = time.monotonic() - began
         stored = ShardStored(number, step, rank, n_bytes, took_s, stall_s, content, of.ordered)
         place.report(stored)
+
+    def _says_so(self, of: CheckpointPart) -> Callable[[], None]:
+        """To be called while it is written."""
+        said_s = time.monotonic()
+
+        def wrote() -> None:
+            nonlocal said_s
+            if time.monotonic() - said_s >= SAVING_EVERY_S:
+                said_s = time.monotonic()
+                self.place.report(Progress(self.place.me, of.plan.generation, "saving"))
+
+        return wrote
 
 
 def state_bytes(profile: ModelProfile) -> int:

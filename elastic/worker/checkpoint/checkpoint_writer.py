@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -59,9 +59,11 @@ def write_shard(
     rank: int,
     items: Iterable[tuple[Box, Tensor]],
     ordered: int = 0,
+    wrote: Callable[[], object] = lambda: None,
 ) -> int:
     """Writes the boxes of one rank and its manifest; returns the bytes. Items may come from an
     iterator, one at a time. `ordered`: the epoch of the driver that ordered the generation.
+    `wrote`: called whenever some of it was written.
 
     Memory: nothing beyond the items where they are contiguous and on the CPU, else one blob. Where
     the checkpoint is committed already, nothing is written. Empty boxes are left out. Two writers
@@ -88,6 +90,7 @@ def write_shard(
                 if part.sizes:
                     rows = rows.narrow(0, part.offsets[0] - box.offsets[0], part.sizes[0])
                 entries.append(sink.add(part, alone(rows)))
+                wrote()
         sink.wait()
     manifest = Manifest(rank, sink.n_bytes, root_of(entries), tuple(entries))
     storage.put(f"{folder}/{manifest_name(rank)}", encode_manifest(manifest))

@@ -43,7 +43,9 @@ def check_space(
     free = storage.free_bytes()
     if free is None:
         return
-    begun = any(not key.endswith(MARKER) for key in storage.list(f"{folder_of(*copy, ordered)}/"))
+    folder = folder_of(*copy, ordered)
+    begun = any(not key.endswith(MARKER) for key in storage.list(f"{folder}/"))
+    begun = begun or storage.is_written_to(folder)
     need = (own_bytes if begun else all_bytes) + MARGIN_BYTES
     if free < need:
         raise NoRoom(

@@ -3,9 +3,12 @@ transition."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from elastic.text import ranks_of
 from elastic.types import (
     Admission,
     CopyFailed,
@@ -16,6 +19,7 @@ from elastic.types import (
     GroupsMade,
     NodePrepared,
     Plan,
+    Progress,
     SampleProfile,
     ShardStored,
     WorkerId,
@@ -24,9 +28,11 @@ from elastic.types import (
 from elastic.worker.program.commit import StepReports
 
 OPEN_COPIES = 4  # checkpoints whose parts are waited for; of older ones the rest will not come
+ENDED_KEPT = 64  # of which a part may come that is not waited for any more
 # a part is late after 3 x the time that the slowest of the others took
 LATE_LEAST_S, LATE_FACTOR = 10.0, 3.0
 RANKS_ASKED = 2  # other holders that are asked, one after the other, for a part that is late
+SAVING_EVERY_S = 30.0  # that ranks write their parts is passed on so often at most
 
 
 @dataclass
@@ -37,12 +43,27 @@ class CheckpointParts:
     step: int
     stored: dict[int, ShardStored] = field(default_factory=dict)
     newest_at_s: float = 0.0  # when the newest part came
-    # rank -> how many others were asked to write for it
+    # rank -> how often it was named as late
     asked: dict[int, int] = field(default_factory=dict)
+    # rank -> those that were ordered to write for it and have not said that they cannot
+    writing: dict[int, set[WorkerId]] = field(default_factory=dict)
+    # rank -> why its own worker has not stored its part
+    failed: dict[int, CopyFailed] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[int]:
         return [rank for rank in range(len(self.plan.ranks)) if rank not in self.stored]
+
+    @property
+    def never(self) -> CopyFailed:
+        """Of a copy that is given up as it is."""
+        text = f"{ranks_of(self.missing)} never reported a stored part"
+        return CopyFailed(self.plan.generation, self.step, text, rank=self.missing[0])
+
+    @property
+    def given_up(self) -> CopyFailed | None:
+        """A part that nobody writes any more."""
+        return next((why for rank, why in self.failed.items() if not self.writing.get(rank)), None)
 
     @property
     def ordered(self) -> int:
@@ -73,11 +94,13 @@ class Gather:
     _sample: SampleProfile | None = None
     # by generation and step, oldest first
     _copies: dict[tuple[int, int], CheckpointParts] = field(default_factory=dict)
-    _failed: set[tuple[int, int]] = field(default_factory=set)
+    # likewise: those that are whole, or never will be
+    _ended: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ENDED_KEPT))
     # generation, port of the store, number of participants
     _formed: tuple[int, int, int] = (0, 0, 0)
     _made: dict[int, float] = field(default_factory=dict)  # participant -> seconds
     _digests: dict[int, dict[int, DigestPart]] = field(default_factory=dict)
+    _saving_s: float = -math.inf
 
     def expect(self, plan: Plan) -> None:
         """A plan has been ordered: its workers' parts will come."""
@@ -103,14 +126,18 @@ class Gather:
             case NodePrepared():
                 return self._prepared(worker, event)
             case ShardStored():
-                self._stored(event, at_s)
-                return []
+                return self._stored(event, at_s)
             case CopyFailed():
-                return self._copy_failed(event)
+                return self._copy_failed(worker, event)
             case GroupsMade():
                 return self._groups_made(worker, event)
             case DigestPart():
                 return self._digest(event)
+            case Progress(phase="saving"):
+                if at_s - self._saving_s < SAVING_EVERY_S:
+                    return []
+                self._saving_s = at_s
+                return [event]
             case _:
                 return self._told.add(event)
 
@@ -144,32 +171,50 @@ class Gather:
             )
         ]
 
-    def _stored(self, event: ShardStored, at_s: float) -> None:
+    def _stored(self, event: ShardStored, at_s: float) -> list[Event]:
         plan, key = self.plans.get(event.generation), (event.generation, event.step)
-        if plan is None or key in self._failed or not 0 <= event.rank < len(plan.ranks):
-            return
+        if plan is None or key in self._ended or not 0 <= event.rank < len(plan.ranks):
+            return []
         parts = self._copies.setdefault(key, CheckpointParts(plan, event.step))
         parts.stored.setdefault(event.rank, event)
         parts.newest_at_s = at_s
+        parts.failed.pop(event.rank, None)
+        dropped = list(self._copies)[:-OPEN_COPIES]
         if len(parts.stored) == len(plan.ranks):
-            # no use any more
-            self._copies = {
-                known: other for known, other in self._copies.items() if known[1] > event.step
-            }
+            del self._copies[key]
+            self._ended.append(key)
+            dropped = [known for known in self._copies if known[1] <= event.step]  # no use any more
             self.complete(parts)
-        for old in list(self._copies)[:-OPEN_COPIES]:
-            del self._copies[old]
+        return [
+            why
+            for old in dropped
+            for why in self._end(old, self._copies[old].never)
+            if old[1] != event.step  # of that one another generation has all parts
+        ]
 
-    def _copy_failed(self, event: CopyFailed) -> list[Event]:
-        """The first word counts, unless another holder was asked in vain: the part's own writer may
-        still finish."""
-        key = (event.generation, event.step)
+    def _copy_failed(self, worker: WorkerId, event: CopyFailed) -> list[Event]:
+        """The first word counts, unless others were ordered to write that part, too. Of these one
+        that cannot says nothing of the part's own writer, which may still finish."""
+        key, rank = (event.generation, event.step), event.rank
         parts = self._copies.get(key)
-        if key in self._failed or (parts is not None and parts.asked):
+        if parts is None or rank is None or not 0 <= rank < len(parts.plan.ranks):
+            return self._end(key, event)
+        if rank in parts.stored:
             return []
+        if worker == parts.plan.ranks[rank]:
+            parts.failed[rank] = event
+        else:
+            parts.writing.get(rank, set()).discard(worker)
+        given_up = parts.given_up
+        return [] if given_up is None else self._end(key, given_up)
+
+    def _end(self, key: tuple[int, int], why: CopyFailed) -> list[Event]:
+        """That copy is not made any more; said once."""
         self._copies.pop(key, None)
-        self._failed = {known for known in self._failed if known[0] >= event.generation - 1} | {key}
-        return [event]
+        if key in self._ended:
+            return []
+        self._ended.append(key)
+        return [why]
 
     def _groups_made(self, worker: WorkerId, event: GroupsMade) -> list[Event]:
         generation, port, n = self._formed

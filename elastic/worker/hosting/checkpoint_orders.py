@@ -63,8 +63,8 @@ class CheckpointCommitter:
         self._change, self._numbers = threading.Condition(), count()
         # generation and step of commits that were ordered -> since when
         self._open: dict[tuple[int, int], float] = {}
-        # what interrupted saves of steps before this one have left is to be removed
-        self._below: int | None = None
+        # step and generation: what interrupted saves have left below is to be removed
+        self._below: tuple[int, int] | None = None
         self._ordered = 0  # and under drivers before that of the newest generation that was saved
         self._left: list[str] = []  # what could not be removed: after the next commit, or when idle
         # storage may never answer
@@ -166,7 +166,7 @@ class CheckpointCommitter:
         )  # fmt: skip
         slowest_s, stall_s = max(p.seconds for p in shards), max(p.stall_s for p in shards)
         self._news.put(CopyStored(copy, slowest_s, stall_s))
-        self._below = max(step, self._below or 0)
+        self._below = max((step, plan.generation), self._below or (0, 0))
         self._ordered = max(self._ordered, parts.ordered)
         self._remove_left()
         if self._checks is not None:
@@ -209,17 +209,15 @@ class CheckpointCommitter:
         for uri in again:
             self._order(REMOVE, partial(self._remove, uri))
 
-    def _clean(self, below_step: int | None) -> None:
+    def _clean(self, below: tuple[int, int] | None) -> None:
         from elastic.worker.checkpoint import checkpoint_index
 
         try:
             for folder in checkpoint_index.clean(
-                self.storage, self.epoch, below_step, ordered=self._ordered, spared=self._committed
+                self.storage, self.epoch, below, ordered=self._ordered, spared=self._committed
             ):
                 log.info("%s: left by an interrupted save, removed", folder)
-            self.storage.clean_unfinished(
-                UNFINISHED_AT_START_S if below_step is None else UNFINISHED_S
-            )
+            self.storage.clean_unfinished(UNFINISHED_AT_START_S if below is None else UNFINISHED_S)
         except Exception as error:  # noqa: BLE001 - retried after the next copy
             log.warning("what interrupted saves have left was not removed: %s", error)
 
@@ -261,4 +259,5 @@ def write_late_parts(
                 other,
                 rank,
             )
+            parts.writing.setdefault(rank, set()).add(other)
             order(other, WorkerOrder(WriteShard(parts.plan, parts.step, rank)))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.api.tiny_job import MODEL, PROGRAM, START, prepared
 from support.places import PROGRAMS
+from support.storage.remote_folder import Remote
 from torch.utils.data import IterableDataset
 
 from elastic.api.running import start_checks
@@ -50,6 +51,28 @@ def test_where_a_run_is_given_its_keys(tmp_path: Path, where: str, text: str, pl
     keys = {"steps": 2, "global_batch": 4, "script": str(script)}
     found = start_checks.keys_in(job_of(keys, script, where), restarted=not text)
     assert found.startswith(place)
+
+
+@pytest.mark.parametrize(
+    ("keys", "remote", "told"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"verify_copies": True}, True, False),
+        ({"verify_copies": False}, True, False),
+    ],
+    ids=str,
+)
+def test_that_checkpoints_come_back_over_the_network_is_said_where_nobody_has_asked_for_it(
+    tmp_path: Path, keys: dict[str, Any], remote: bool, told: bool
+) -> None:
+    spec = job_of({"steps": 2, "global_batch": 4, **keys}, tmp_path / "job.yaml")
+    storage = Remote(tmp_path) if remote else open_storage(tmp_path)
+    model = ModelProfile(1, 0, (TensorSpec("w", (1000, 1000), "float32"),))
+    said = start_checks.reads_back(spec, storage, model)
+    assert bool(said) == told
+    if told:
+        assert f"from {tmp_path}, about 4.0 MB each (verify_copies)" in said
 
 
 @pytest.mark.parametrize(

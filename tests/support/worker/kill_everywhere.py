@@ -131,7 +131,7 @@ def scenario(points: Points, folder: Path) -> None:
     commit(storage, 30, 1, world_size=2, epoch=1, meta={})
     points.phase = "retention"
     checkpoint_index.remove_copy(storage, storage.uri_of("checkpoints/step-00000010.g0001"), 1)
-    checkpoint_index.clean(storage, 1, 30)
+    checkpoint_index.clean(storage, 1, (30, 1))
     points.phase = "load"
     load_newest(storage)
 

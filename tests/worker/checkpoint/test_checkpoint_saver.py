@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -30,6 +31,7 @@ from elastic.types import (
     ModelProfile,
     OptimizerSpec,
     Plan,
+    Progress,
     ShardStored,
     TensorSpec,
     WorkerId,
@@ -42,7 +44,9 @@ from elastic.worker.checkpoint import (
     checkpoint_writer,
 )
 from elastic.worker.checkpoint.checkpoint_saver import Saving, Snapshot
+from elastic.worker.checkpoint.disk_space import MARGIN_BYTES, OVERHEAD, NoRoom, check_space
 from elastic.worker.hosting.aggregate import LATE_LEAST_S, OPEN_COPIES, CheckpointParts, Gather
+from elastic.worker.hosting.checkpoint_orders import write_late_parts
 from elastic.worker.session.takeover import tell_digests
 from elastic.worker.session.workplace import EnterOrder
 from elastic.worker.state.content_digest import digest
@@ -145,7 +149,7 @@ def test_a_copy_that_comes_too_early_is_left_out(tmp_path: Path, slow: threading
     on = Rank(tmp_path, four(), 0)
     on.save(10)
     on.save(20)
-    skipped = CopyFailed(1, 20, "the copy of step 10 is still being written", skipped=True)
+    skipped = CopyFailed(1, 20, "the copy of step 10 is still being written", skipped=True, rank=0)
     assert on.wait(1) == [skipped]
     slow.set()
     stored = on.wait(2)[1]
@@ -176,13 +180,31 @@ def test_who_hears_of_no_driver_saves_nothing_that_nobody_would_commit(
     on.saving.heard_at_s = 1000.0
     now_s[0] += checkpoint_saver.UNHEARD_S + 1
     on.save(10)
-    assert on.wait(1) == [CopyFailed(1, 10, "no driver was heard of for 31 s", skipped=True)]
+    why = "no driver was heard of for 31 s"
+    assert on.wait(1) == [CopyFailed(1, 10, why, skipped=True, rank=0)]
     assert not (tmp_path / "checkpoints").exists()
     on.save(20, must=True)  # as it leaves
     assert isinstance(on.finish(2)[1], ShardStored)
     on.saving.heard_at_s = now_s[0]
     on.save(30)
     assert isinstance(on.finish(3)[2], ShardStored)
+
+
+def test_who_writes_for_minutes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on, clock = Rank(tmp_path, four(Layout()), 0), count(1000.0, 61.0)
+    monkeypatch.setattr(checkpoint_saver, "time", SimpleNamespace(monotonic=clock.__next__))
+    on.save(10, must=True)
+    on.finish(1)
+    *said, stored = on.told
+    assert isinstance(stored, ShardStored)
+    n_tensors = len(state_specs(MODEL))
+    assert said == [Progress(ME, 1, "saving")] * n_tensors, "as each takes more than a minute"
+
+
+def test_that_ranks_write_is_passed_on_seldom_however_many_they_are() -> None:
+    gather, said = gathering(lambda parts: None), Progress(ME, 1, "saving")
+    passed = [len(gather.add(ME, said, at_s)) for at_s in (0.0, 1.0, 29.0, 31.0, 60.0, 62.0)]
+    assert passed == [1, 0, 0, 1, 0, 1]
 
 
 def test_a_copy_that_must_be_is_written_after_the_one_before(
@@ -224,6 +246,21 @@ def test_a_disk_without_room_is_seen_before_the_first_byte(
     assert isinstance(failed, CopyFailed) and "rank 0: " in failed.reason
     assert "0.06 GB are free, the copy of step 10 needs 0.07 GB" in failed.reason
     assert on.storage.list() == []
+
+
+def test_what_another_rank_is_writing_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole checkpoint fits; half of it is there already, under a temporary name."""
+    storage, half = LocalStorage(tmp_path), 50 << 20
+    free_bytes = [int(2 * half * OVERHEAD) + MARGIN_BYTES + 1]
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: free_bytes[0])
+    check_space(storage, (10, 1), (half, 2 * half))
+    with storage.create("checkpoints/step-00000010.g0001/__0_0.distcp"):
+        free_bytes[0] -= half
+        check_space(storage, (10, 1), (half, 2 * half))
+        with pytest.raises(NoRoom):  # of another one no rank has asked
+            check_space(storage, (20, 1), (half, 2 * half))
 
 
 def test_a_disk_that_runs_full_while_writing(
@@ -406,17 +443,61 @@ def test_who_was_asked_in_vain_fails_no_copy() -> None:
     gather = gathering(done.append)
     for rank in range(3):
         gather.add(ME, part(rank))
-    assert gather.late(100.0)
-    assert gather.add(ME, CopyFailed(1, 10, "a/0 holds no boxes of rank 3")) == []
+    write_late_parts(gather.late(100.0), [ME], lambda worker, order: None)
+    assert gather.add(ME, CopyFailed(1, 10, "a/0 holds no boxes of rank 3", rank=3)) == []
     gather.add(ME, part(3))
     assert len(done) == 1
 
 
-def test_parts_of_old_copies_are_let_go() -> None:
-    gather = gathering(lambda parts: None)
+def test_a_part_that_is_late_and_that_its_rank_cannot_store_fails_the_copy() -> None:
+    """Nobody else holds its boxes, so nobody was ordered to write them."""
+    gather = gathering(lambda parts: pytest.fail("it is not whole"))
+    for rank in range(3):
+        gather.add(ME, part(rank))
+    assert [rank for _, rank in gather.late(11.0)] == [3]
+    failed = CopyFailed(1, 10, "rank 3: no room", rank=3)
+    assert gather.add(WorkerId("d", 0), failed) == [failed]
+    assert gather.add(WorkerId("d", 0), failed) == []
+
+
+def test_it_fails_only_once_nobody_writes_it_any_more() -> None:
+    """Rank 2 holds what rank 3 does."""
+    plan, sent = four(Layout(dp_replicate=2, dp_shard=2)), list[WorkerId]()
+    gather = Gather(lambda parts: None, lambda node_id: 1)
+    gather.expect(plan)
+    for rank in (0, 1, 2):
+        gather.add(plan.ranks[rank], part(rank))
+    write_late_parts(gather.late(100.0), plan.ranks, lambda worker, order: sent.append(worker))
+    (other,) = sent
+    failed = CopyFailed(1, 10, "rank 3: no room", rank=3)
+    assert gather.add(plan.ranks[3], failed) == []
+    assert gather.add(other, replace(failed, reason="rank 3: no room there either")) == [failed]
+
+
+def test_a_part_that_comes_twice_begins_no_other_copy() -> None:
+    done: list[CheckpointParts] = []
+    gather = gathering(done.append)
+    for rank in (0, 1, 2, 3, 3):
+        gather.add(ME, part(rank))
+    assert len(done) == 1 and gather.late(1000.0) == []
+
+
+def test_parts_of_old_copies_are_let_go_and_each_is_said_to_have_failed() -> None:
+    gather, told = gathering(lambda parts: None), list[Event]()
     for step in range(10, 10 + 3 * OPEN_COPIES):
-        gather.add(ME, part(0, step))
+        told += gather.add(ME, part(0, step))
     assert len(gather._copies) == OPEN_COPIES
+    why = "ranks 1, 2, 3 never reported a stored part"
+    assert told == [CopyFailed(1, step, why, rank=1) for step in range(10, 10 + 2 * OPEN_COPIES)]
+
+
+def test_an_unfinished_copy_of_an_older_step_fails_with_the_next_one_that_is_whole() -> None:
+    gather = gathering(lambda parts: None)
+    for rank in (0, 1, 2):
+        gather.add(ME, part(rank))
+        assert gather.add(ME, part(rank, 20)) == []
+    why = "rank 3 never reported a stored part"
+    assert gather.add(ME, part(3, 20)) == [CopyFailed(1, 10, why, rank=3)]
 
 
 # ------------------------------------------------------------------------- is the content the same?

@@ -4,6 +4,7 @@ the orders come."""
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_commits_go_first_the_newest_before_the_others_and_cleaning_is_done_once
         *commits,
         ("remove", "step-1"),
         ("remove", "step-2"),
-        ("clean", 15),
+        ("clean", (15, 1)),
     ]
     assert [event.copy.step for event in copies.news() if isinstance(event, CopyStored)] == [
         5,
@@ -178,6 +179,20 @@ def test_closing_waits_a_bounded_time_and_holds_no_exit_up(
     slow.go.set()
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def test_a_slow_commit_leaves_alone_what_a_newer_generation_is_saving(tmp_path: Path) -> None:
+    """It has gone back to an older step."""
+    storage = open_storage(tmp_path)
+    items = [(Box("w", (0,), (4,), "float32"), torch.arange(4.0))]
+    for step, generation in ((150, 2), (160, 4), (200, 3)):
+        checkpoint_writer.write_shard(storage, step, generation, rank=0, items=items, ordered=1)
+    copies = CheckpointCommitter(storage, 1, {})
+    shard = ShardStored(3, 200, 0, 8, 0.1, ordered=1)
+    copies.commit(CheckpointParts(replace(PLAN, generation=3), 200, {0: shard}))
+    copies.close()
+    there = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert there == ["step-00000160.g0004.e0001", "step-00000200.g0003.e0001"]
 
 
 def test_a_marker_says_which_samples_its_steps_were_trained_on(tmp_path: Path) -> None:
