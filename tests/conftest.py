@@ -7,6 +7,7 @@ import gc
 import os
 import secrets
 import signal
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -158,6 +159,14 @@ def ctrl_c_is_left_as_it_was() -> Iterator[None]:
     if found is not before:
         signal.signal(signal.SIGINT, before)
         raise AssertionError(f"it has left a handler of SIGINT: {found}")
+
+
+@pytest.fixture(autouse=True)
+def tensors_are_freed_again() -> Iterator[None]:
+    """A test in which a device is lost would keep all tensors of its process, to the end of it."""
+    yield
+    if (cuda_errors := sys.modules.get("elastic.worker.process.cuda_errors")) is not None:
+        cuda_errors._held.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
