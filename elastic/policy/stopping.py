@@ -42,9 +42,9 @@ def ended(state: State, now_s: float) -> Decision | None:
 
 
 def stop_kept(state: State, event: DriverStarted, at_s: float) -> StopWish | None:
-    """What a person has asked for stands until the run has stopped, or until a person starts it. A
-    signal is meant for the process that it was sent to, a limit is looked at anew, and of what was
-    trained enough the last steps may be gone."""
+    """What a person has asked for stands until the run has stopped, or until a person starts it,
+    with `--supervise` or without. A signal is meant for the process that it was sent to, a limit is
+    looked at anew, and of what was trained enough the last steps may be gone."""
     wish = state.stop
     if wish is None or not (event.keeps_stop and event.supervised) or state.phase in ENDED:
         return None

@@ -297,7 +297,7 @@ class JobRun:
             hardware=known_of(self.pools),
             pool_hardware=own_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
-            supervised=self.options.supervised,
+            supervised=self.options.started_again,
             **newest_gates(),
         )
         warn_of_clock(before, self.launched_at_s)
