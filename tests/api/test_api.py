@@ -109,6 +109,17 @@ def test_the_backend_knows_how_long_the_datasets_were_unless_they_may_change(
     assert told(failed) == ((1000,), True) and told(replace(failed, step=5)) == ((1000,), False)
 
 
+def test_the_backend_knows_since_when_a_person_means_the_run_to_train(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.cluster.backend.ray_backend.RayBackend", lambda run, *_, **__: run)
+    lease: Any = None
+    for again in (False, True):
+        one = prepared(folder, supervised=True, started_again=again)
+        told: Any = one._backend(START, None, None, lease=lease)
+        assert told.begun_at_s == (None if again else one.launched_at_s)
+
+
 def test_workers_import_from_a_checkout_and_not_from_the_packages_of_the_driver(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -396,6 +396,7 @@ class JobRun:
             default_pools=self.default_pools,
             lengths=before.lengths if before else (),
             may_change=self._may_change(before),
+            begun_at_s=None if self.options.started_again else self.launched_at_s,
         )
         return RayBackend(run, cluster, lease, show=self._shown())
 
