@@ -42,6 +42,7 @@ def add(verbs: Any) -> None:
     )
     # what --supervise starts
     option(made, "--supervised", argparse.SUPPRESS)
+    option(made, "--started-again", argparse.SUPPRESS)
     option(
         made,
         "--local",
@@ -108,6 +109,7 @@ def _ran(given: argparse.Namespace) -> int:
         return supervised(
             command_of(given.words),
             lambda text: print(f"elastic: {text}", file=sys.stderr, flush=True),
+            again=command_of(given.words, again=True),
         )
     options = api.Options(
         run_name=given.run_name,
@@ -118,6 +120,7 @@ def _ran(given: argparse.Namespace) -> int:
         from_checkpoint=given.from_checkpoint,
         allow_changed=given.allow_changed,
         supervised=given.supervised,
+        started_again=given.started_again,
         no_budget=given.no_budget,
         words=tuple(given.words),
         metrics_port=given.metrics_port,

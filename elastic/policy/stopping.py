@@ -42,9 +42,9 @@ def ended(state: State, now_s: float) -> Decision | None:
 
 
 def stop_kept(state: State, event: DriverStarted, at_s: float) -> StopWish | None:
-    """What a person has asked for stands until the run has stopped, or until a person starts it. A
-    signal is meant for the process that it was sent to, a limit is looked at anew, and of what was
-    trained enough the last steps may be gone."""
+    """What a person has asked for stands until the run has stopped, or until a person starts it,
+    with `--supervise` or without. A signal is meant for the process that it was sent to, a limit is
+    looked at anew, and of what was trained enough the last steps may be gone."""
     wish = state.stop
     if wish is None or not (event.keeps_stop and event.supervised) or state.phase in ENDED:
         return None
@@ -154,9 +154,11 @@ def save_and_stop(state: State, now_s: float) -> Decision | None:
         )
     if state.phase_over and state.saved_step < state.step:
         return None  # its workers have left, and may not have heard: it is saved in the next phase
-    if left and state.quiescing is None and state.keeps_stop:  # as the driver before has ordered
+    if left and state.quiescing is None and state.keeps_stop and not _heard_all(state):
         if done:
             return stop(ends, f"{wish.reason}; {saved}")
+        if 0 < state.steps <= state.step:
+            return None  # they left by themselves, and may store it still: see `finishing`
         text = f"{wish.reason}; {saved}: the driver that was to store step {state.step} is gone"
         return Decision((Abort(state.generation),), f"{text}, it is stored anew", until_s)
     if state.quiescing is None:

@@ -25,7 +25,8 @@ class DriverStarted(Gates, Event):
     `durable`: copies found in the run's storage at start. `cut`: lines of earlier drivers are
     missing before this one, in one sentence; '' = none. `paid_until_s`: until when nodes of the
     driver before may have been paid for, whatever this one's clock says; None = until it attached,
-    or no longer than that driver lived. `supervised`: no person has started it.
+    or no longer than that driver lived. `supervised`: no person has started it, but
+    `--supervise` after the driver before.
     """
 
     run: str

@@ -109,6 +109,17 @@ def test_the_backend_knows_how_long_the_datasets_were_unless_they_may_change(
     assert told(failed) == ((1000,), True) and told(replace(failed, step=5)) == ((1000,), False)
 
 
+def test_the_backend_knows_since_when_a_person_means_the_run_to_train(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.cluster.backend.ray_backend.RayBackend", lambda run, *_, **__: run)
+    lease: Any = None
+    for again in (False, True):
+        one = prepared(folder, supervised=True, started_again=again)
+        told: Any = one._backend(START, None, None, lease=lease)
+        assert told.begun_at_s == (None if again else one.launched_at_s)
+
+
 def test_workers_import_from_a_checkout_and_not_from_the_packages_of_the_driver(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,6 +486,9 @@ def test_what_the_program_has_ended_is_begun_again_by_a_person_alone(folder: Pat
     assert by_hand._start(2, before, failed).epoch == changed._start(2, before, failed).epoch == 2
     for going_on in (replace(failed, fatal=""), replace(failed, phase="stopped")):  # not its fault
         assert started._start(2, before, going_on).epoch == 2
+    again = prepared(folder, run_name="r", supervised=True, started_again=True)
+    runs = {run: run._start(2, before, replace(failed, fatal="")) for run in (started, again)}
+    assert [start.supervised for start in runs.values()] == [False, True]
     (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text() + "CHANGED = 1\n")
     with pytest.raises(SpecError, match=r"other values: the code of its program\.py"):
         prepared(folder, run_name="r", supervised=True)._start(2, before, failed)
@@ -495,8 +509,10 @@ def test_so_is_a_script_that_is_restarted(folder: Path) -> None:
         Options(run_name="r"),
         Options(run_name="r", supervised=True, allow_changed=True),
     ):
-        run = _ScriptRun(file, (), spec, options=options)
-        assert run._start(2, before, restored(before)).job["restarted"]
+        for again in (False, True):
+            run = _ScriptRun(file, (), spec, options=replace(options, started_again=again))
+            start = run._start(2, before, restored(before))
+            assert start.job["restarted"] and start.supervised == again
     started = _ScriptRun(file, (), spec, options=Options(run_name="r", supervised=True))
     with pytest.raises(
         ProgramError,

@@ -429,6 +429,29 @@ def test_a_step_that_no_driver_has_stored_when_all_had_left_is_stored_by_the_nex
     assert orders(story.decisions[-1], Quiesce) == [Quiesce(again.generation, save=True)]
 
 
+@pytest.mark.parametrize("how", ["a person", "the budget", "the driver before"])
+def test_a_stop_leaves_the_upload_of_the_last_step_alone(how: str) -> None:
+    """All steps are done, and the workers have left by themselves."""
+    story = Story(steps=4, budget_usd=2.0)
+    story.state = replace(story.state, keeps_stop=True)
+    plan = story.running("a", "b", steps=4)
+    if how == "the driver before":
+        story.tick(StopAsked("enough"))
+    story.tick(*(Quiesced(WorkerId(name, 0), plan.generation, 4) for name in ("a", "b")))
+    match how:
+        case "a person":
+            story.tick(StopAsked("enough"))
+        case "the budget":
+            story.tick(after_s=3579.0)
+            assert wish(story.state, story.now_s) is not None and story.state.usd < 2.0
+        case "the driver before":
+            attached(story)
+    assert not [one for decision in story.decisions for one in orders(decision, Abort)]
+    assert story.state.phase == "running" and not story.state.saved_step
+    story.tick(durable(story, 4))
+    assert stopped(story).outcome == "succeeded"
+
+
 def test_it_holds_where_nothing_of_the_run_is_left_but_its_checkpoint() -> None:
     story = Story()
     story.running("a", "b", steps=4)

@@ -33,6 +33,8 @@ class Options:
     allow_changed: bool = False
     # nobody looks on: a run that its program has ended as failed is not begun again unchanged
     supervised: bool = False
+    # no person has started this driver: one before it was killed, or has lost the run
+    started_again: bool = False
     no_budget: bool = False  # paid pools although the job has neither budget_usd nor max_nodes
     words: tuple[str, ...] = ()  # that were typed behind `elastic`: they are told to who resumes it
     show: bool = True  # progress while it runs

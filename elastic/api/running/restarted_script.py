@@ -113,7 +113,7 @@ class _ScriptRun(JobRun):
         return DriverStarted(
             self.name, epoch, plain, self.pools, ModelProfile(0, 0, ()), attached=attached,
             cut=self._cut.said if self._cut is not None else "", paid_until_s=until_s,
-            supervised=self.options.supervised, dates_budget=True, keeps_stop=True,
+            supervised=self.options.started_again, dates_budget=True, keeps_stop=True,
             keeps_out=True, ends_quarantined=True,
         )  # fmt: skip
 

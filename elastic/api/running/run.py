@@ -297,7 +297,7 @@ class JobRun:
             hardware=known_of(self.pools),
             pool_hardware=own_of(self.pools),
             cut=self._cut.said if self._cut is not None else "",
-            supervised=self.options.supervised,
+            supervised=self.options.started_again,
             **newest_gates(),
         )
         warn_of_clock(before, self.launched_at_s)
@@ -396,6 +396,7 @@ class JobRun:
             default_pools=self.default_pools,
             lengths=before.lengths if before else (),
             may_change=self._may_change(before),
+            begun_at_s=None if self.options.started_again else self.launched_at_s,
         )
         return RayBackend(run, cluster, lease, show=self._shown())
 

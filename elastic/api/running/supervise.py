@@ -26,13 +26,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def supervised(
-    words: Sequence[str], say: Callable[[str], None], waits: Callable[[float], object] | None = None
+    words: Sequence[str],
+    say: Callable[[str], None],
+    waits: Callable[[float], object] | None = None,
+    *,
+    again: Sequence[str] = (),
 ) -> int:
     """Runs the command until it has ended for good; its exit code, 128 + the signal's number where
     it was killed.
 
     A signal that asks this process to end continues to the driver (a hangup as SIGTERM: it saves),
-    and nothing is started after it. `waits`: between two starts.
+    and nothing is started after it. `waits`: between two starts. `again`: the command from the
+    second start on, where it is another.
     """
     asked = threading.Event()
     driver: list[subprocess.Popen[bytes]] = []
@@ -55,6 +60,7 @@ def supervised(
             # Ctrl-C comes by way of this process, once
             driver[:] = [subprocess.Popen(words, process_group=0)]
             code = driver[0].wait()
+            words = again or words
             long = time.monotonic() - began_s > LONG_S
             short, again_s = (0, FIRST_S) if long else (short + 1, again_s)
             if code in FINAL or asked.is_set() or short >= TRIES:
@@ -70,11 +76,12 @@ def supervised(
             signal.signal(number, handler)
 
 
-def command_of(argv: Sequence[str]) -> list[str]:
-    """The same command as one that is supervised. The word stands before a script's own
-    arguments."""
+def command_of(argv: Sequence[str], again: bool = False) -> list[str]:
+    """The same command as one that is supervised. The word stands before a script's own arguments.
+    `again`: not the start that was typed, but one after it."""
     at = argv.index("--supervise")
-    return [sys.executable, "-m", "elastic", *argv[:at], "--supervised", *argv[at + 1 :]]
+    words = ["--supervised", *(["--started-again"] if again else [])]
+    return [sys.executable, "-m", "elastic", *argv[:at], *words, *argv[at + 1 :]]
 
 
 def _how(code: int) -> str:

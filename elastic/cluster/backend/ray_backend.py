@@ -126,7 +126,7 @@ class RayBackend(HostingBackend):
             digests=run.digests,
             known=run.known,
         )
-        self._host(self.worker_group, job)
+        self._host(self.worker_group, job, run.begun_at_s)
         self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)
         # so long workers wait for a driver that does not speak to them
         self.survey = Survey(AWAY_MOST_S if outlives else 0.0, job.orphan_lease_s)

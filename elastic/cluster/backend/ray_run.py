@@ -26,7 +26,8 @@ class RayRun:
     where Ray puts it. `digests`: step -> running digest of the sample ids, as far as earlier
     drivers knew them; `known`: URIs of checkpoints that they have committed. `default_pools`:
     nobody has said what the nodes are. `lengths`: of the datasets, as nodes have told them;
-    `may_change`: they, and the program, may be others now.
+    `may_change`: they, and the program, may be others now. `begun_at_s`: when a person started it,
+    None = nobody did.
     """
 
     name: str
@@ -48,6 +49,7 @@ class RayRun:
     default_pools: bool = False
     lengths: tuple[int, ...] = ()
     may_change: bool = False
+    begun_at_s: float | None = None
 
     @property
     def meta(self) -> dict[str, Any]:

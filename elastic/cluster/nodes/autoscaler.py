@@ -73,9 +73,16 @@ class AutoscalerClient:
         self._order = replace(order, fresh=False)
         self._thread.start()
 
-    def tell(self, waits: Mapping[str, int], held: frozenset[str], dropped: frozenset[str]) -> None:
+    def tell(
+        self,
+        waits: Mapping[str, int],
+        held: frozenset[str],
+        dropped: frozenset[str],
+        *,
+        out: frozenset[str],
+    ) -> None:
         with self._lock:
-            order = replace(self._order, waits=waits, held=held, dropped=dropped)
+            order = replace(self._order, waits=waits, held=held, dropped=dropped, out=out)
             if order != self._order:
                 self._order, self._number = order, self._number + 1
                 self._wake.set()
@@ -295,7 +302,7 @@ class AutoscalerNodes(ClusterNodes):
 
     def _take(self, found: RayNode | None, name: str) -> Event | None:
         """One that the run has not yet."""
-        if found is None or found.ray_id in self._dropped:
+        if found is None or found.ray_id in self._dropped or found.ray_id in self._out():
             return None
         asked = next((o for o in self._open if o.pool == name and o.missing > 0), None)
         pool = next((p for p in self.pools if p.name == name), None)
@@ -360,15 +367,19 @@ class AutoscalerNodes(ClusterNodes):
             waits[asked.pool] += asked.missing
         held = frozenset(ray_id for _, ray_id in self._ours.values())
         self.desk.tell(
-            {pool: n for pool, n in waits.items() if n > 0}, held, frozenset(self._dropped)
-        )
+            {pool: n for pool, n in waits.items() if n > 0}, held, frozenset(self._dropped),
+            out=self._out(),
+        )  # fmt: skip
+
+    def _out(self) -> frozenset[str]:
+        """Quarantined ones, which a cluster that has to have so many nodes keeps."""
+        now_s = time.monotonic()
+        self._out_until_s = {n: end_s for n, end_s in self._out_until_s.items() if now_s < end_s}
+        return frozenset(self._out_until_s)
 
     def release(self, node_id: str, taken_in_s: float | None = None) -> None:
         """It ends as soon as nothing runs there."""
         self._drop(node_id)
-
-    def quarantine(self, node_id: str, out_s: float) -> None:
-        """What is released ends."""
 
     def lost(self, node_id: str) -> None:
         self._drop(node_id)

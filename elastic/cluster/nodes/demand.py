@@ -40,7 +40,8 @@ def left_paid(nodes: Iterable[Node], pools: Iterable[Pool], lease_s: float) -> s
 class DemandReport:
     """What a driver says every second. `namespace`: Ray's, which stands for the run. `waits`: nodes
     of each pool that are still to come. `held`: Ray ids of those it has, `dropped`: of those it
-    wants no more. `fresh`: the first of a driver that takes nothing over."""
+    wants no more, `out`: of those that it is not given, should the cluster keep them. `fresh`: the
+    first of a driver that takes nothing over."""
 
     namespace: str
     epoch: int
@@ -50,6 +51,7 @@ class DemandReport:
     held: frozenset[str] = frozenset()
     dropped: frozenset[str] = frozenset()
     fresh: bool = False
+    out: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ class Demand:
             for pool, n in ({} if run.silent else run.waits(now_s)).items():
                 coming = [node for node in run.given if run.given[node] == pool]
                 n_missing = max(0, n - len({*coming} - run.order.held))
-                for node in [node for node in free if nodes[node].pool == pool][:n_missing]:
+                usable = [n for n in free if nodes[n].pool == pool and n not in run.order.out]
+                for node in usable[:n_missing]:
                     run.given[node] = pool
                     free.remove(node)
                     self.stay.discard(node)
@@ -158,8 +161,11 @@ class Demand:
 
     def wanted(self, nodes: Mapping[str, SeenNode], now_s: float) -> Counter[str]:
         """How many nodes of each pool the cluster is to have for us; those that it gives up do not
-        count."""
+        count. One that a run which waits is not given counts too: to the cluster it would be the
+        node that is waited for."""
         total: Counter[str] = Counter()
+        taken = {node for run in self.runs.values() for node in run.given} | set(self.leaving)
+        beside: set[str] = set()
         for run in self.runs.values():
             if not run.silent:
                 total.update({pool: n for pool, n in run.waits(now_s).items() if n > 0})
@@ -168,6 +174,14 @@ class Demand:
                     for n in run.order.held
                     if n in nodes and not nodes[n].draining and n in run.given
                 )
+                beside |= {
+                    n
+                    for n in run.order.out - taken
+                    if n in nodes
+                    and not nodes[n].draining
+                    and run.waits(now_s).get(nodes[n].pool, 0) > 0
+                }
+        total.update(nodes[n].pool for n in beside)
         return total
 
     def coming(

@@ -82,8 +82,8 @@ class HostingBackend(ABC):
     lease: Lease | None
     copies: CheckpointCommitter
 
-    def _host(self, group: Group, job: Job) -> None:
-        """Everything that does not depend on where the sessions are."""
+    def _host(self, group: Group, job: Job, begun_at_s: float | None = None) -> None:
+        """Everything that does not depend on where the sessions are. `begun_at_s`: see Inbox."""
         from elastic.worker.hosting.aggregate import Gather
 
         self._anchor_s = time.time() - time.monotonic()
@@ -91,7 +91,7 @@ class HostingBackend(ABC):
         self._early: list[Event] = []
         self._plan: Plan | None = None  # the newest that was ordered
         self._closed = False
-        self.inbox = Inbox(self.storage)
+        self.inbox = Inbox(self.storage, begun_at_s)
         self.gather = Gather(self.copies.commit, self._workers_of)
         # what a script that is restarted may take to start its group is no silence
         most_s = None if job.restarted else job.max_silence_s

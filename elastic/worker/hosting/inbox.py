@@ -54,10 +54,14 @@ class Inbox:
 
     A file stays until the next driver would find its order in the journal: see `written`. Only a
     drill goes before, lest it happens twice.
+
+    `begun_at_s`: when a person started the run, which means that it trains: what the first look
+    finds and is older was meant for the driver before, and is removed; but for drills. By that look
+    and by the time, since who gives an order may have another clock. None = nobody did.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, begun_at_s: float | None = None) -> None:
+        self._storage, self._begun_at_s = storage, begun_at_s
         # given out or refused, and still there: they could not be removed, or are owed
         self._taken: set[str] = set()
         self._owed: set[str] = set()  # not known to be in the journal
@@ -117,6 +121,8 @@ class Inbox:
         for key in keys:
             if key not in self._taken:
                 self._boundary.holds(partial(self._take, key))
+        if self._taken.issuperset(keys):
+            self._begun_at_s = None
         self._remove()
 
     def _remove(self) -> None:
@@ -143,9 +149,18 @@ class Inbox:
             self._refuse(key, text, f"{kind}{error}")
         else:
             self._taken.add(key)
+            if not found.drills and self._is_old(key):
+                log.info("%a is of before this start, and is not taken", key)
+                return
             if not found.drills:
                 self._owed.add(key)
             self._found.put((key, found))
+
+    def _is_old(self, key: str) -> bool:
+        """Left before a person started the run. A key begins with the nanoseconds of its time."""
+        at_ns = key[len(INBOX) :].partition("-")[0]
+        begun = self._begun_at_s
+        return begun is not None and at_ns.isdecimal() and int(at_ns) < begun * 1e9
 
     def _text(self, key: str) -> bytes:
         if not self._storage.exists(key):

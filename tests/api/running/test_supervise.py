@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.child import child
@@ -116,6 +117,21 @@ def test_the_command_is_the_same_but_for_the_word() -> None:
         sys.executable, "-m", "elastic", "run", "--script", "a.py", "--supervised", "--run-name",
         "x", "--", "--supervise",
     ]  # fmt: skip
+
+
+def test_only_what_is_started_again_is_no_persons_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person who types --supervise after `elastic stop` means the run to train."""
+    words, given = ["run", "job", "--supervise", "--run-name", "x"], list[Any]()
+    kept = lambda words, say, again: given.append((words, again)) or 0  # noqa: E731
+    monkeypatch.setattr("elastic.cli.run_command.supervised", kept)
+    main(words)
+    ((first, again),) = given
+    assert first[3:] == ["run", "job", "--supervised", "--run-name", "x"]
+    assert again[3:] == ["run", "job", "--supervised", "--started-again", "--run-name", "x"]
+    code = [sys.executable, "-c", DRIVER, str(tmp_path / "starts"), str(-signal.SIGKILL)]
+    assert supervised(code, str, lambda s: None, again=[sys.executable, "-c", ""]) == 0
 
 
 def test_a_run_that_has_no_name_is_refused(

@@ -18,6 +18,7 @@ from support.waiting import until
 from elastic.cluster.backend.drills import Schedule
 from elastic.config.drill import Scene, resolve
 from elastic.errors import SpecError
+from elastic.observe import find_runs
 from elastic.storage import LocalStorage, Storage, open_storage
 from elastic.types import ProfileAsked, WorkerId
 from elastic.worker.hosting.inbox import MOST_BYTES, Inbox, InboxOrders
@@ -122,6 +123,41 @@ def test_an_order_to_stop_stays_until_the_journal_has_it(
         inbox.written(stored=True)
     inbox.close()
     assert storage.list("inbox/") == []
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_person_who_starts_the_run_means_it_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, typed: bool
+) -> None:
+    """On object storage the order to stop that the driver before has heard lies there still."""
+    monkeypatch.setattr("elastic.worker.hosting.inbox.REMOTE_EVERY_S", 0.01)
+    monkeypatch.setattr(LocalStorage, "remote", remote)
+    storage = Harmed(tmp_path)
+    find_runs.order(storage, {"stop": "before"})
+    find_runs.order(storage, {"profile": {"profile_id": "p", "steps": 5, "ranks": "0"}})
+    find_runs.order(storage, {"drill": {"kill": "any"}})
+    storage.faults = {"get": OSError(errno.EIO, "not now")}
+    inbox = Inbox(storage, time.time() if typed else None)
+    assert inbox.take() == InboxOrders()
+    storage.faults = {}
+    found: list[InboxOrders] = []
+
+    def taken() -> bool:
+        found.append(inbox.take())
+        return any(one.drills for one in found)  # the youngest
+
+    until(taken, "the drill")
+    assert any(one.drills for one in found)
+    assert [one.stop for one in found if one.stop] == ([] if typed else ["before"])
+    assert any(one.profiles for one in found) != typed
+    if typed:
+        until(lambda: storage.list("inbox/") == [], "their end")
+    find_runs.order(storage, {"stop": "now"})
+    assert until(lambda: inbox.take().stop, "the order") == "now"
+    storage.put("inbox/1.json", json.dumps({"stop": "of a clock that is behind"}).encode())
+    assert until(lambda: inbox.take().stop, "the order") == "of a clock that is behind"
+    inbox.close()
 
 
 def drilled(inbox: Inbox, storage: Storage, key: str) -> None:

@@ -76,7 +76,7 @@ def nodes_that_it_has(n: int) -> Work:
         for i in range(n)
     }
     report = AutoscalerReport(given=dict.fromkeys(alive, "spot"))
-    desk: Any = SimpleNamespace(heard=lambda: (report, True), tell=lambda *told: None)
+    desk: Any = SimpleNamespace(heard=lambda: (report, True), tell=lambda *told, **more: None)
     nodes = AutoscalerNodes((Pool("spot", max_nodes=n),), desk=desk)
     nodes._ours.update({f"n{i}": ("spot", f"r{i}") for i in range(n)})
     return lambda: nodes.news(alive)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from support.waiting import until
 
-from elastic.cluster.nodes import autoscaler
+from elastic.cluster.nodes import autoscaler, providers
 from elastic.cluster.nodes.autoscaler import AutoscalerNodes
 from elastic.cluster.nodes.autoscaler_agent import AutoscalerReport, Drains
+from elastic.cluster.nodes.demand import Demand, DemandReport, SeenNode
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray import _ray_private
 from elastic.types import InstancesSeen, NodeReady, Pool, RequestFailed
@@ -23,11 +24,12 @@ SPOT = Pool("spot", market_type="spot", max_nodes=2)
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr(autoscaler, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        for module in (autoscaler, providers):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
 
 def nodes_of(
-    reports: dict[str, AutoscalerReport], most: int = 2, tell: Any = lambda *told: None
+    reports: dict[str, AutoscalerReport], most: int = 2, tell: Any = lambda *told, **more: None
 ) -> AutoscalerNodes:
     desk: Any = SimpleNamespace(heard=lambda: (reports["now"], True), tell=tell)
     return AutoscalerNodes((replace(SPOT, max_nodes=most),), desk=desk)
@@ -90,7 +92,7 @@ def test_what_starts_for_a_request_that_has_failed_is_used(
     """One of two comes; of the one that waits beside them nothing is said."""
     clock, reports = Clock(monkeypatch), {"now": AutoscalerReport()}
     told: list[dict[str, int]] = []
-    nodes = nodes_of(reports, most=3, tell=lambda waits, *_: told.append(waits))
+    nodes = nodes_of(reports, most=3, tell=lambda waits, *_, **more: told.append(waits))
     nodes.request("spot", 1, "r1")
     nodes.request("spot", 2, "r2")
     reports["now"] = AutoscalerReport(coming={"spot": 2})
@@ -148,6 +150,49 @@ def test_a_node_that_the_cluster_keeps_may_be_had_again() -> None:
     assert [type(event) for event in nodes.news(there)] == [NodeReady]
 
 
+def test_a_quarantined_node_that_the_cluster_keeps_is_not_had_before_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another one is started instead; this one was given, quarantined and released every 2 s."""
+    clock, demand, told = Clock(monkeypatch), Demand(), list[frozenset[str]]()
+    order, seen = DemandReport("r", 1, (SPOT,), 1000.0), {"a": SeenNode("spot")}
+    there, reports = {"a": node_of("a")}, {"now": AutoscalerReport()}
+
+    def tell(waits: Any, held: Any, dropped: Any, *, out: frozenset[str]) -> None:
+        told.append(out)
+        new = replace(order, waits=waits, held=held, dropped=dropped, out=out)
+        assert demand.hear(new, clock.now_s)
+
+    nodes = nodes_of(reports, tell=tell)
+
+    def looked() -> tuple[list[type], int]:
+        """What comes of a look of the watcher, and how many nodes the cluster is to have."""
+        demand.look(seen, clock.now_s)
+        wanted = demand.wanted(seen, clock.now_s)
+        assert not demand.to_drain(seen, {"spot": 1}), "the cluster keeps one"
+        reports["now"] = AutoscalerReport(given=demand.given("r"), stay=frozenset(demand.stay))
+        found = [type(event) for event in nodes.news(there) if isinstance(event, NodeReady)]
+        return found, wanted["spot"]
+
+    nodes.request("spot", 1, "r1")
+    assert looked() == ([NodeReady], 1)
+    nodes.quarantine("spot-a", 100.0)
+    nodes.release("spot-a")
+    assert looked() == ([], 0)
+    nodes.request("spot", 1, "r2")
+    for _ in range(5):
+        assert looked() == ([], 2), "the one that is kept, and another"
+    there["b"], seen["b"] = node_of("b"), SeenNode("spot")
+    assert looked()[0] == [NodeReady] and set(nodes._ours) == {"spot-b"}
+    nodes.request("spot", 1, "r3")
+    assert looked() == ([], 3)
+    clock.now_s += 101
+    looked()
+    assert told[-1] == frozenset()
+    looked()
+    assert set(nodes._ours) == {"spot-a", "spot-b"}
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_request_of_a_full_pool_waits_for_the_nodes_that_leave_it(
     monkeypatch: pytest.MonkeyPatch, leaves: bool
@@ -156,7 +201,7 @@ def test_a_request_of_a_full_pool_waits_for_the_nodes_that_leave_it(
     clock, told = Clock(monkeypatch), []
     there = {name: node_of(name) for name in "ab"}
     reports = {"now": AutoscalerReport(given=dict.fromkeys(there, "spot"))}
-    nodes = nodes_of(reports, tell=lambda waits, *_: told.append(waits))
+    nodes = nodes_of(reports, tell=lambda waits, *_, **more: told.append(waits))
     nodes.request("spot", 2, "r1")
     ready = [event for event in nodes.news(there) if isinstance(event, NodeReady)]
     nodes.request("spot", 2, "r2")

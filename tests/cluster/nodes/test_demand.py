@@ -244,7 +244,9 @@ class DeafDesk:
     def heard(self) -> tuple[AutoscalerReport, bool]:
         return self.report, self.current
 
-    def tell(self, waits: Mapping[str, int], held: frozenset[str], dropped: frozenset[str]) -> None:
+    def tell(
+        self, waits: Mapping[str, int], held: object, dropped: frozenset[str], *, out: object
+    ) -> None:
         self.waits, self.dropped = dict(waits), dropped
 
 
