@@ -12,7 +12,7 @@ import json
 import re
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -253,6 +253,24 @@ class _Tables(Records):
         self._kept.move_to_end((piece, names))
         return table
 
+    def kinds(self, names: Sequence[str]) -> dict[str, np.dtype[Any]]:
+        """Where the files have different types of a column, the one that holds them all."""
+        found = super().kinds(names)
+        types: dict[str, set[str]] = {}
+        for schema in self._schemas_of_all():
+            for name in names:
+                at = schema.get_field_index(name)
+                if at >= 0 and (kind := _kind_of(schema.field(at).type)):
+                    types.setdefault(name, set()).add(kind)
+        for name, kinds in types.items():
+            if len(kinds) > 1 or name not in found:
+                found[name] = np.result_type(*kinds)
+        return found
+
+    def _schemas_of_all(self) -> Iterable[Any]:
+        """Of all files."""
+        raise NotImplementedError
+
     def texts(self, name: str) -> Iterator[Any]:
         if name not in self.columns:
             raise SpecError(
@@ -292,10 +310,14 @@ class Parquet(_Tables):
         ]
         self._counted([groups[n].row_group(group).num_rows for n, group in self._groups])
         self._columns = tuple(self._file(0).schema_arrow.names)
+        self._schemas = [meta.schema.to_arrow_schema() for meta in groups]
 
     @property
     def columns(self) -> Sequence[str]:
         return self._columns
+
+    def _schemas_of_all(self) -> Iterable[Any]:
+        return self._schemas
 
     def _file(self, n: int) -> Any:
         import pyarrow
@@ -344,6 +366,9 @@ class HuggingFace(_Tables):
     @property
     def columns(self) -> Sequence[str]:
         return tuple(self._schema(0).names)
+
+    def _schemas_of_all(self) -> Iterable[Any]:
+        return (self._schema(n) for n in range(len(self.files)))
 
     def _source(self, n: int) -> Any:
         import pyarrow
@@ -478,10 +503,18 @@ class Columns:
             raise IndexError(f"sample {index} of {len(self)}")
         record = self.records.pick(index, self.columns)
         found = {name: self._array(record, name, index) for name in self.columns}
-        return {
-            name: array.astype(self._kinds.get(name, array.dtype), copy=False)
-            for name, array in found.items()
-        }
+        return {name: self._cast(array, name, index) for name, array in found.items()}
+
+    def _cast(self, array: NDArray[Any], name: str, index: int) -> NDArray[Any]:
+        """In the dtype of its column."""
+        kind = self._kinds.get(name, array.dtype)
+        cast = array.astype(kind, copy=False)
+        if array.size and not np.can_cast(array.dtype, kind) and not np.array_equal(cast, array):
+            raise SpecError(
+                f"{self.records.where(index)}: '{name}' holds {array.dtype} numbers that {kind}, "
+                "the type of this column, cannot hold; store the column with one type"
+            )
+        return cast
 
     def length(self, index: int) -> int:
         return int(self.lengths[index])
@@ -538,6 +571,21 @@ def _with_kinds(
         if array.size and array.dtype.kind in NUMBERS:  # an empty list is of floats
             kinds[name] = np.result_type(kinds.get(name, array.dtype), array.dtype)
     return kinds
+
+
+def _kind_of(of: Any) -> str:
+    """That numpy gives the numbers of such an Arrow column, or of its lists; '' = it has none."""
+    from pyarrow import types
+
+    while True:
+        if hasattr(of, "storage_type"):
+            of = of.storage_type
+        elif types.is_list(of) or types.is_large_list(of) or types.is_fixed_size_list(of):
+            of = of.value_type
+        else:
+            break
+    told = (types.is_boolean, "bool"), (types.is_integer, "int64"), (types.is_floating, "float64")
+    return next((kind for is_kind, kind in told if is_kind(of)), "")
 
 
 def _numbers(value: Any) -> NDArray[Any]:

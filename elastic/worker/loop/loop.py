@@ -391,9 +391,8 @@ class Run:
 
     def _offered(self) -> OfferedBatch | None:
         """Asks for the next batch."""
-        offer: OfferedBatch | None = self.handoff.say(
-            HandoffMessage("next", error=self.model.take_error())
-        )
+        word = HandoffMessage("next", error=self.model.take_error())
+        offer: OfferedBatch | None = self._handed_over(word)
         self._lost, self._in_a_step = False, offer is not None
         self.logged.begin()
         if offer is not None:
@@ -403,6 +402,13 @@ class Run:
         elif self.given is not None:
             self.given.release()
         return offer
+
+    def _handed_over(self, word: HandoffMessage) -> Any:
+        """The answer. What calls the model meanwhile changes numbers of modules by its own."""
+        self.model.module_numbers.hand_over()
+        answer = self.handoff.say(word)
+        self.model.module_numbers.take_back()
+        return answer
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a loss that is a sum over this batch's tokens (or samples). May be called for
@@ -426,7 +432,10 @@ class Run:
         self.calls.add("run.backward", sys._getframe(1))
         if not self._looked:
             self._mean = is_mean(loss, count_of(self.program, dict(self._batch)))
-        if self.model.attempt(loss.backward):
+        self.model.module_numbers.look()
+        done = self.model.attempt(loss.backward)
+        self.model.module_numbers.passed()  # by blocks that were computed again
+        if done:
             self._loss_sum = self._loss_sum + loss.detach().double()
 
     def step(self, clip_grad_norm: float | None = None) -> bool:
@@ -456,7 +465,7 @@ class Run:
         word = HandoffMessage(
             "step", self._loss_sum, tokens, clip_grad_norm, self.model.take_error()
         )
-        outcome: Outcome = self.handoff.say(word)
+        outcome: Outcome = self._handed_over(word)
         self.committed, self._lost = outcome.committed, not outcome.committed
         self._at_end = outcome.committed and self._ends_epoch
         self.train_loss, self.grad_norm = outcome.train_loss, outcome.grad_norm

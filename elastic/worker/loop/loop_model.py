@@ -31,6 +31,11 @@ from elastic.worker.program.calls import ModelCall, mapped, tensors_in
 from elastic.worker.program.loop_program import ModuleNumbers
 
 SAMPLED, ENDS_MOST = 62, 1 << 24  # elements of a weight that are noted; of one that has two more
+# types of whose elements the smallest can be told, and any taken: of float8, say, they cannot
+COMPARED = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
 LOOKS_FIRST, LOOKS_EVERY = 4, 100  # steps in which they are compared: the first ones, then some
 
 
@@ -102,7 +107,8 @@ class _Sample:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> _Sample | None:
-        if weight.device.type != "cpu" or not weight.numel():
+        plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.dtype in COMPARED
+        if not plain or weight.device.type != "cpu" or not weight.numel():
             return None
         held, n = weight.detach(), weight.numel()
         places = torch.linspace(0, n - 1, min(n, SAMPLED), dtype=torch.float64).long()
@@ -114,9 +120,10 @@ class _Sample:
         """Or nobody knows: it is on a device, where reading would wait."""
         if weight.device.type != "cpu" or weight.shape.numel() <= int(self.places.max()):
             return weight.device.type != "cpu"
+        if weight.dtype != self.values.dtype:
+            return False
         values = torch.take(weight.detach(), self.places)
-        same_type = values.dtype == self.values.dtype
-        return same_type and torch.equal(values.view(torch.uint8), self.values.view(torch.uint8))
+        return torch.equal(values.view(torch.uint8), self.values.view(torch.uint8))
 
 
 def _frozen(name: str, trained: bool) -> str:

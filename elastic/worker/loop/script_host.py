@@ -294,8 +294,10 @@ class Script:
         while True:
             self._inside = False
             word = self._once()
-            if self.run is not None and self.run.given is not None:
-                self.run.given.release()
+            if self.run is not None:
+                self.run.model.module_numbers.hand_over()
+                if self.run.given is not None:
+                    self.run.given.release()
             self.handoff.say(word)
 
     def _once(self) -> HandoffMessage:

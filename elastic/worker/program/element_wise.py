@@ -285,6 +285,11 @@ def _check_carried(
         gradients = done.gradients(number)
         for dry in (done, new):
             dry.step(gradients)
+        _check_same(done, new, there)
+
+
+def _check_same(done: Dry, new: Dry, there: Mapping[str, Collection[str]]) -> None:
+    """After each step: a later one may leave NaN in both."""
     for fqn, parameter in done.named.items():
         late = [k for k, v in done.state(fqn).items() if v is not None and k not in there[fqn]]
         if late:

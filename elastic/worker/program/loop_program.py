@@ -215,6 +215,7 @@ class ModuleNumbers:
         self._built: list[Any] = []
         self._last: list[Any] = []
         self._set: set[int] = set()
+        self._handed_over = False
 
     def begin(self, module: nn.Module) -> None:
         """Those of a generation get what was set before."""
@@ -250,9 +251,20 @@ class ModuleNumbers:
         """What has changed since the last time it has not."""
         self._last = self._values()
 
+    def hand_over(self) -> None:
+        """The script waits: until `take_back` it sets nothing, and what changes is changed by a
+        validation or the like."""
+        self.look()
+        self._handed_over = True
+
+    def take_back(self) -> None:
+        self._handed_over = False
+        self.passed()
+
     def kept(self) -> dict[str, float]:
         """Name -> what it is set to now. Raises ProgramError where it is more than travels."""
-        self.look()
+        if not self._handed_over:
+            self.look()
         if not self._known:
             self._kept = self._taken()
             self._text, self._known = _packed(self._kept), True
@@ -283,8 +295,11 @@ class ModuleNumbers:
             elif _is_number(value):
                 found[name] = float(value) if isinstance(value, float) else int(value)
         if modes:
-            each = {name: bool(held[MODE]) for name, held, key in self._held if key == MODE}
-            built = dict(zip((name for name, *_ in self._held), self._built, strict=True))
+            names = [name for name, *_ in self._held]
+            last, built = (
+                dict(zip(names, values, strict=True)) for values in (self._last, self._built)
+            )
+            each = {name: bool(last[name]) for name, _, key in self._held if key == MODE}
             above = {**each, "": built[MODE]}
             found |= {k: v for k, v in each.items() if above.get(_above(k)) is not v}
         return found

@@ -203,6 +203,39 @@ def test_only_the_columns_of_a_sample_are_decoded(tmp_path: Path) -> None:
     assert [table.schema.names for table in found._kept.values()] == [["score"]]
 
 
+def save_arrow(folder: Path, tables: list[pyarrow.Table]) -> None:
+    names = [f"data-{n}.arrow" for n in range(len(tables))]
+    for name, table in zip(names, tables, strict=True):
+        with pyarrow.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table)
+    files = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "huggingface"])
+def test_a_column_of_several_types_has_the_one_that_holds_all(kind: str, tmp_path: Path) -> None:
+    whole = pyarrow.table({"x": [1, 2], "y": [[1], [2]], "z": [1.5, 2.0]})
+    parts = pyarrow.table({"x": [2.5], "y": [[0.5]], "z": [3]})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(whole, tmp_path / "a.parquet")
+        pyarrow.parquet.write_table(parts, tmp_path / "b.parquet")
+    else:
+        save_arrow(tmp_path, [whole, parts])
+    samples = Columns(KINDS[kind][1](str(tmp_path)))
+    assert [samples[i]["x"].tolist() for i in range(3)] == [1.0, 2.0, 2.5]
+    assert [samples[i]["y"].tolist() for i in range(3)] == [[1.0], [2.0], [0.5]]
+    assert {str(a.dtype) for i in range(3) for a in samples[i].values()} == {"float64"}
+
+
+def test_a_number_that_its_column_cannot_hold_is_named(tmp_path: Path) -> None:
+    large = pyarrow.array([1, 2**64 - 1], pyarrow.uint64())
+    pyarrow.parquet.write_table(pyarrow.table({"x": large}), tmp_path / "a.parquet")
+    samples = Columns(Parquet(str(tmp_path)))
+    assert samples[0]["x"].dtype == np.int64
+    with pytest.raises(SpecError, match="a.parquet, row 2: 'x' holds uint64 numbers that int64"):
+        samples[1]
+
+
 @pytest.mark.parametrize("kind", ["parquet", "huggingface"])
 def test_the_row_of_a_record(kind: str, tmp_path: Path) -> None:
     write, opened = KINDS[kind]

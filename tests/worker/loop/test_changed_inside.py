@@ -111,6 +111,18 @@ def test_one_element_that_a_clamp_changes_is_seen_among_many() -> None:
             given.check(trained)
 
 
+def test_a_weight_whose_elements_cannot_be_compared_is_passed_over() -> None:
+    """As a frozen base in float8."""
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(model.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    given, trained = GivenModel(model), LoopModel(lambda: model, CallLog())
+    trained.attach(nn.Linear(2, 2))
+    given.check(trained)
+    model.bias.data.add_(1)
+    with pytest.raises(ProgramError, match="writes the weight bias of the model that it gave"):
+        given.check(trained)
+
+
 @pytest.mark.parametrize(
     ("ask", "said"),
     [

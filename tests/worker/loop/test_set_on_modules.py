@@ -3,6 +3,7 @@ and every rank has the same."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,16 @@ from support.worker.loop_case import loop_job
 from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import ProgramError
 from elastic.types import Layout, StepDone
+from elastic.worker.loop.handoff import Handoff, HandoffMessage
+from elastic.worker.loop.loop import OfferedBatch, Outcome, Run
 from elastic.worker.loop.loop_model import LoopModel
 from elastic.worker.process.call_log import CallLog, other_settings
 from elastic.worker.program.extra_state import decode, encode
-from elastic.worker.program.loop_program import GROUPS, Settings
+from elastic.worker.program.loop_program import GROUPS, LoopProgram, Settings, no_loss
 
 
 class Counting(nn.Module):
@@ -130,6 +134,56 @@ def test_a_rank_that_sets_others_is_named() -> None:
     assert f"rank 2 {found} 0 has not" in other_settings([same, same, odd])
     assert f"rank 0 {found} 1 has not" in other_settings([odd, same, odd])
     assert not other_settings([odd, odd])
+
+
+class Rows(nn.Module):
+    """Notes how many it was called with; its block is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.count, self.rows = nn.Linear(2, 1), Counting(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows = len(x)
+        again = lambda x: self.block(self.count(x))  # noqa: E731
+        return checkpoint(again, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Validating(Handoff):
+    """Calls the model in a thread of its own and asks what travels, before it answers."""
+
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        super().__init__()
+        self.module, self.settings = module, settings
+        self.travels: list[bool] = []
+
+    def say(self, word: HandoffMessage) -> object:
+        thread = threading.Thread(target=self.validate)
+        thread.start()
+        thread.join()
+        batch = {"x": torch.ones(3, 2)}
+        return OfferedBatch(batch, 0, 0) if word.kind == "next" else Outcome(committed=True)
+
+    def validate(self) -> None:
+        self.module(torch.ones(7, 2))
+        self.travels.append("modules" in self.settings.state_dict())
+
+
+def test_what_a_validation_and_backward_change_is_not_set_by_the_script() -> None:
+    program = LoopProgram(nn.Identity, None, None, no_loss, given=lambda batch: batch["x"])
+    run, module = Run(program, None), Rows()  # type: ignore[arg-type]
+    settings = Settings(torch.optim.SGD(module.parameters(), lr=0.1))
+    settings.modules = run.model.module_numbers
+    run.handoff = answers = Validating(module, settings)
+    run.model.attach(module)
+    for _ in range(2):
+        run.backward(run.model(next(run)).sum())
+        assert not run.model.set_by_script() and module.rows == 3
+        assert run.step() and not run.model.set_by_script() and module.rows == 7
+    assert module.count.n > 4 and not any(answers.travels)
+    module.rows = 5  # after a step, as the script's own line
+    next(run)
+    assert answers.travels[-1] and list(run.model.set_by_script()) == ["rows"]
 
 
 @pytest.mark.e2e

@@ -92,6 +92,24 @@ def test_what_cannot_be_counted_alike_or_moved_is_refused(
     assert "\n" not in str(error.value)
 
 
+class Elsewhere(torch.optim.SGD):
+    """Divides by the norm of the gradient, which is NaN where that is zero, and keeps its momentum
+    on the object."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        kept = self.__dict__.setdefault("_m", {})
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                m = kept.setdefault(id(p), torch.zeros_like(p))
+                p.sub_(m.mul_(0.9).add_(p.grad / p.grad.norm()), alpha=0.01)
+
+
+def test_what_is_kept_elsewhere_is_seen_where_a_later_step_leaves_nan() -> None:
+    with pytest.raises(ProgramError, match="steps . otherwise, so it keeps something elsewhere"):
+        kept(lambda tensors: Elsewhere(tensors, lr=0.01))
+
+
 class Decaying(torch.optim.SGD):
     """Sets its own learning rate."""
 
