@@ -383,6 +383,26 @@ def test_a_driver_that_no_other_host_answers_is_told_of_while_it_is(tmp_path: Pa
 
 @whole
 @needs_browser
+def test_a_run_that_nobody_drives_has_its_prices_and_what_is_left(tmp_path: Path) -> None:
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        cost, left = (
+            f"[...document.querySelectorAll('.tiles > *')].map(e => e.innerText.toLowerCase())"
+            f".find(text => text.startsWith('{name}'))"
+            for name in ("cost", "to the end")
+        )
+        found.write(200)
+        await page.until(f"{cost}.includes('/h')")
+        found.holder = ""
+        await page.go(server.url)
+        await page.until(f"{left}?.includes('once it is resumed')")
+        said = await page.value(cost)
+        assert "$" in said and "/h" not in said and "no prices known" not in said
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
 def test_pages_that_were_left_hold_no_connection(tmp_path: Path) -> None:
     """A browser keeps them for the way back, and has six connections to a host."""
 
