@@ -123,7 +123,7 @@ class MetricsCsv:
                 at -= len(line)
                 yield at, line
 
-    def _write(self, file: BinaryIO, at: int, text: bytes, before: bytes = b"") -> None:
+    def _write(self, file: BinaryIO, at: int, text: bytes, *, before: bytes = b"") -> None:
         """`before`: what was there, which comes back where this fails: its room is there."""
         self._end = -1  # not known where this fails
         try:
