@@ -8,7 +8,8 @@
 # shutdown gives the machine back where its type says so (AWS: InstanceInitiatedShutdownBehavior: terminate); END is another
 # command that does (Azure: delete_azure_vm.sh), its words split at spaces. One that fails is tried again.
 #
-# A shutdown that the machine's first boot has scheduled, for a head that dies before it comes here, is called off.
+# A shutdown that the machine's first boot has scheduled, for a head that dies before it comes here, is called off, also one that
+# it schedules later than this starts: Ray's SSH may come before the boot's last scripts.
 set -eu
 head=${1:?usage: end_without_head.sh HEAD_IP}
 port=${PORT:-6379}             # Ray's GCS on the head
@@ -17,6 +18,7 @@ every_s=${EVERY_S:-15}
 folder=${FOLDER:-$HOME/.elastic}
 raylet=${RAYLET-raylet}        # the process that has to run here; "" = only the head counts
 end=${END:-"sudo shutdown -h now"}
+scheduled=${SCHEDULED:-/run/systemd/shutdown/scheduled}  # systemd's file of the shutdown that is to come
 # GCS speaks gRPC. The kernel still accepts connections for a process that hangs: a byte in answer to HTTP/2's first words counts.
 hello='exec 3<>"/dev/tcp/$0/$1" && printf "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0" >&3 && [ "$(head -c 1 <&3 | wc -c)" = 1 ]'
 
@@ -28,7 +30,12 @@ watch_head() {
     seen_s=$(uptime_s)
     while sleep "$every_s" 9>&-; do
         now_s=$(uptime_s)      # of this machine: clocks may be set meanwhile
-        if answers && runs; then seen_s=$now_s missed=0; else missed=$((missed + 1)); fi
+        if answers && runs; then
+            seen_s=$now_s missed=0
+            if grep -qs MODE=poweroff "$scheduled"; then call_off; fi
+        else
+            missed=$((missed + 1))
+        fi
         if [ $((now_s - seen_s)) -ge "$limit_s" ] && [ "$missed" -ge 3 ]; then  # a machine that slept has not looked
             logger -t elastic "the head $(cat "$folder/head") has been gone for $((now_s - seen_s)) s: this machine ends" 2>/dev/null || true
             if $end 9>&-; then exit 0; fi
@@ -36,6 +43,7 @@ watch_head() {
     done
 }
 
+call_off() { if [ -z "${END:-}" ]; then sudo -n shutdown -c >/dev/null 2>&1 9>&- || true; fi; }
 uptime_s() { cut -d. -f1 /proc/uptime; }
 answers() { timeout 5 bash -c "$hello" "$(cat "$folder/head")" "$port" 2>/dev/null 9>&-; }
 runs() { [ -z "$raylet" ] || pgrep -x "$raylet" >/dev/null; }
@@ -44,4 +52,4 @@ mkdir -p "$folder"
 if [ "${2:-}" = --watch ]; then watch_head; exit; fi
 echo "$head" >"$folder/head"
 setsid nohup bash "$0" "$head" --watch </dev/null >/dev/null 2>&1 &
-if [ -z "${END:-}" ]; then sudo -n shutdown -c >/dev/null 2>&1 || true; fi
+call_off

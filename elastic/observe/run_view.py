@@ -36,6 +36,7 @@ from elastic.types import (
 )
 
 RECENT = 20  # steps that rates are measured over
+PACE_POINTS = 128  # of the running generation, evenly apart, that the ETA looks at
 SKIPPED = "CopySkipped"  # kind of the note about a checkpoint that was skipped: none has failed
 
 
@@ -82,6 +83,9 @@ class View:
     step: int = 0  # that was told of last, also where no line tells of its plan
     reached: int = 0  # the furthest step ever, also where it was undone
     points: list[Point] = field(default_factory=list)
+    # steps of the running generation, and when they were; each `pace_every`-th
+    pace: list[tuple[int, float]] = field(default_factory=list)
+    pace_every: int = 1
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     saved: CopyStored | None = None  # the newest checkpoint
     entered: list[tuple[float, PlanEntered]] = field(default_factory=list)
@@ -207,12 +211,14 @@ class View:
         return "samples" if counts else "tokens"
 
     def eta_s(self) -> float | None:
-        """With what lies between the steps, evaluations and stalls of checkpoints among it."""
-        each, points = self.step_time_s(), self.recent()
+        """With what lies between the steps, evaluations and stalls of checkpoints among it, as over
+        the later half of the running generation."""
+        each = self.step_time_s()
         if each is None or not self.steps:
             return None
-        n, wall_s = points[-1].step - points[0].step, points[-1].at_s - points[0].at_s
-        return self.state.rest_work * max(each, wall_s / n if n > 0 else 0.0)
+        last, (begin, begin_s) = self.points[-1], self.pace[(len(self.pace) - 1) // 2]
+        work = self.state.work_between(begin, last.step)
+        return self.state.rest_work * max(each, (last.at_s - begin_s) / work if work > 0 else 0.0)
 
     @property
     def validation_loss(self) -> float | None:
@@ -310,6 +316,7 @@ class View:
         match event:
             case StepDone():
                 self.step, self.reached = event.step, max(self.reached, event.step)
+                self._pace(event)
                 self.points.append(
                     Point(
                         event.step, event.train_loss, self.at_s, event.generation, event.tokens,
@@ -347,6 +354,16 @@ class View:
                     self.saved = event
             case _:
                 pass
+
+    def _pace(self, event: StepDone) -> None:
+        """Before the step is one of the points."""
+        if not self.points or self.points[-1].generation != event.generation:
+            self.pace, self.pace_every = [], 1
+        if not self.pace or event.step - self.pace[-1][0] >= self.pace_every:
+            self.pace.append((event.step, self.at_s))
+        if len(self.pace) > PACE_POINTS:
+            del self.pace[1::2]
+            self.pace_every *= 2
 
 
 def _left_at(resume: Resume, told: Iterable[Point]) -> int:

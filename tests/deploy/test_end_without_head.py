@@ -56,6 +56,7 @@ class Host:
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "FOLDER": str(self.folder),
             "PORT": str(port), "LIMIT_S": str(limit_s), "EVERY_S": "0.1", "RAYLET": raylet,
             "END": f"touch {self.ended}" if end is None else end, "HOME": str(self.folder),
+            "SCHEDULED": str(self.folder / "scheduled"),
         }  # fmt: skip
         # Were it to watch itself, and hold up what comes after it, it would not be back in time.
         subprocess.run(
@@ -219,3 +220,22 @@ def test_a_scheduled_shutdown_is_called_off_where_a_shutdown_is_its_end(
     host.start(head.port, limit_s=1, end="")
     until(lambda: "shutdown -h now" in (host.folder / "asked").read_text(), "its shutdown")
     assert (host.folder / "asked").read_text().splitlines()[0] == "-n shutdown -c"
+
+
+def test_a_shutdown_that_is_scheduled_after_the_start_is_called_off_too(
+    host: Host, head: Head
+) -> None:
+    """Ray's SSH may come before the boot's last scripts."""
+    scheduled = host.folder / "scheduled"
+    sudo = host.folder / "bin" / "sudo"
+    sudo.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{host.folder}/asked\nrm -f {scheduled}\n')
+    sudo.chmod(0o755)
+    host.start(head.port, limit_s=600, end="")
+    until((host.folder / "asked").exists, "what its start calls off")
+    scheduled.write_text("USEC=1\nWARN_WALL=1\nMODE=poweroff\n")
+    until(lambda: not scheduled.exists(), "its end")
+    assert (host.folder / "asked").read_text() == "-n shutdown -c\n" * 2
+    scheduled.write_text("USEC=1\nWARN_WALL=1\nMODE=reboot\n")
+    looked = head.asked
+    until(lambda: head.asked > looked + 2, "two more looks")
+    assert scheduled.exists(), "somebody else's"

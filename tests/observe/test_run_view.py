@@ -21,7 +21,7 @@ from elastic.observe.event_messages import drill, first_line
 from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.reporting import report
 from elastic.observe.reporting.loss_plot import save_loss
-from elastic.observe.run_view import view_of
+from elastic.observe.run_view import PACE_POINTS, View, view_of
 from elastic.observe.terminal import LivePicture, Terminal, progress_line, start_line
 from elastic.policy.state.fold import changes
 from elastic.text import duration, size
@@ -189,6 +189,37 @@ def test_what_lies_between_steps_is_in_the_eta() -> None:
     at_once = [*lines()[:4], *(step(6.0, n, 1) for n in range(1, 5))]
     assert view_of(at_once).eta_s() == 8 * 0.5
     assert view_of(slow[:5]).eta_s() == 11 * 0.5
+
+
+@pytest.mark.parametrize("kept", [None, 20])
+def test_one_evaluation_moves_the_eta_by_its_share(kept: int | None) -> None:
+    """Of a thousand steps of half a second each 200th is evaluated for a minute: what is told does
+    not jump behind it. Who follows a run forgets its first points."""
+    view, told, at_s = View(), list[float](), 4.0
+    start = DriverStarted("tiny-1", 1, {**JOB, "steps": 2000}, POOLS, ModelProfile(4, 1000, ()))
+    for line in (tick(0, start), *lines()[1:4]):
+        view.add(line)
+    for n in range(1, 1801):
+        at_s += 0.5
+        view.add(step(at_s, n, 1))
+        at_s += 60.0 * (n % 200 == 0)
+        if kept is not None:
+            del view.points[:-kept]
+        eta_s = view.eta_s()
+        assert eta_s is not None
+        told.append(eta_s / (2000 - n))
+    assert max(told[:200]) == pytest.approx(0.5)
+    assert all(0.5 + 0.3 * 0.6 < each < 0.5 + 0.3 * 2.1 for each in told[200:])
+    assert all(0.5 + 0.3 * 0.75 < each < 0.5 + 0.3 * 1.34 for each in told[1000:])
+    assert len(view.pace) <= PACE_POINTS
+
+
+def test_the_pace_is_of_the_running_generation() -> None:
+    """And of its later half: how slow it began is no news."""
+    view = view_of([*lines()[:4], *(step(4 + 9.0 * n, n, 1) for n in range(1, 5))])
+    for n in range(5, 12):
+        view.add(step(40 + 0.5 * (n - 4), n, 1))
+    assert view.eta_s() == 0.5
 
 
 def test_a_spent_budget_is_weighed_by_the_phases_of_the_job() -> None:

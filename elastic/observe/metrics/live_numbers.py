@@ -2,7 +2,8 @@
 whoever asked for it: the step's path and the driver's loop know nothing of it.
 
 What it knows is kept in the run's folder every few minutes, with the place in the journal that it
-is of: the next driver reads on from there.
+is of: the next driver reads on from there. Where the run is in object storage it goes there too:
+that driver may be elsewhere.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from elastic.ledger.journal import Line
 from elastic.ledger.journal_growth import JournalGrowth, JournalPlace
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.metrics.run_numbers import Labels, RunNumbers, Sample
+from elastic.observe.metrics.stored_copies import StoredCopies
 from elastic.policy.state.fold import EMPTY, Change, State, changes
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class LiveNumbers(HeardLines):
         self._run, self._tell, self._readers = run, [*tell], [*readers]
         self._numbers = RunNumbers()
         self._growth: JournalGrowth | None = None  # of the journal's file; None = nothing is kept
+        self._copies = StoredCopies(run)
         self._n_written = 0  # entries of this driver that it has read there
         self._keep_s = 0.0  # when something is kept next (monotonic)
         # what is to be kept: of which place and after which entry; its text, and of whom it waits
@@ -108,6 +111,7 @@ class LiveNumbers(HeardLines):
         while self.take(TAKEN_EVERY_S, self._take_live):
             self._tick()
         self._tick()
+        self._send(last=True)
 
     def _take_earlier(self) -> None:
         """All that earlier drivers of the run have written, so that what is counted goes on: what
@@ -115,6 +119,7 @@ class LiveNumbers(HeardLines):
         if not self._before:
             self._growth = JournalGrowth(self._run)
             return
+        self._fetch()
         kept = kept_reading.read(self._run.folder / KEPT, _Kept)
         growth = JournalGrowth(self._run, kept.place if kept is not None else None)
         lines = growth.look()
@@ -130,6 +135,13 @@ class LiveNumbers(HeardLines):
         if growth.trouble:
             raise JournalDamaged(growth.trouble)
         self._growth = growth
+
+    def _fetch(self) -> None:
+        """What a driver on another machine has kept; there may be nothing."""
+        file = self._run.folder / KEPT
+        if self._run.storage.remote and not file.exists():
+            with suppress(OSError):
+                kept_reading.write(file, self._run.storage.get(KEPT))
 
     def _resumes(self, kept: _Kept) -> bool:
         if len(kept.readers) != len(self._readers):
@@ -198,3 +210,10 @@ class LiveNumbers(HeardLines):
                 self._text = None
                 with suppress(OSError):
                     kept_reading.write(self._run.folder / KEPT, text)
+                    self._send()
+
+    def _send(self, last: bool = False) -> None:
+        if not self._run.storage.remote:
+            return
+        if (error := self._copies.send([KEPT], last=last)) is not None:
+            log.info("%s: %s is not stored for now (%s)", self._run.name, KEPT, error)

@@ -4,6 +4,7 @@ was undone or resumed. The table of a run of weeks is looked at from its end."""
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,7 +51,8 @@ class MetricsCsv:
                 if _step(line) == step:
                     row = {**self._row(line), **metrics}
                     text = text_of([row], self._columns, head=False).encode()
-                    self._write(file, at, text + b"".join(reversed(later)))
+                    rest = b"".join(reversed(later))
+                    self._write(file, at, text + rest, before=line + rest)
                     self.last = self.last if later else row
                 return
 
@@ -121,12 +123,15 @@ class MetricsCsv:
                 at -= len(line)
                 yield at, line
 
-    def _write(self, file: BinaryIO, at: int, text: bytes) -> None:
+    def _write(self, file: BinaryIO, at: int, text: bytes, *, before: bytes = b"") -> None:
+        """`before`: what was there, which comes back where this fails: its room is there."""
         self._end = -1  # not known where this fails
-        file.seek(at)
-        file.write(text)
-        file.truncate()
-        file.flush()
+        try:
+            _put(file.fileno(), at, text)
+        except OSError:
+            with suppress(OSError):
+                _put(file.fileno(), at, before)
+            raise
         self._end = at + len(text)
 
     def _widen(self, names: Sequence[str]) -> None:
@@ -149,6 +154,14 @@ class MetricsCsv:
         if not rows:
             raise ValueError("it is no row")
         return rows[0]
+
+
+def _put(fd: int, at: int, text: bytes) -> None:
+    """The file ends with it. Not by way of a buffer: what was refused would wait there."""
+    n = 0
+    while n < len(text):
+        n += os.pwrite(fd, text[n:], at + n)
+    os.ftruncate(fd, at + n)
 
 
 def _step(line: bytes) -> int:

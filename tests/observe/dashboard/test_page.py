@@ -25,7 +25,7 @@ from elastic.observe.dashboard.dashboard_server import DashboardServer, listenin
 from elastic.observe.dashboard.followed_run import PageSources
 from elastic.observe.dashboard.run_shelf import RunShelf
 from elastic.storage import LocalStorage
-from elastic.types import DeviceNoted, NodeLoadSeen, NodesMute, WorkerId
+from elastic.types import DeviceNoted, DriverStarted, NodeLoadSeen, NodesMute, WorkerId
 
 SOURCES = ROOT / "elastic" / "observe" / "dashboard" / "page"
 BUILT = SOURCES.with_name("static")
@@ -377,6 +377,32 @@ def test_a_driver_that_no_other_host_answers_is_told_of_while_it_is(tmp_path: Pa
         assert "\nn\ndriver's network" in await page.value(kinds)
         assert await page.value("window.broken === undefined")
         assert page.complaints == []
+
+    shown(tmp_path, work)
+
+
+@whole
+@needs_browser
+def test_a_run_that_nobody_drives_has_its_prices_and_what_is_left(tmp_path: Path) -> None:
+    async def work(found: Shown, server: DashboardServer, page: Page) -> None:
+        cost, left = (
+            f"[...document.querySelectorAll('.tiles > *')].map(e => e.innerText.toLowerCase())"
+            f".find(text => text.startsWith('{name}'))"
+            for name in ("cost", "to the end")
+        )
+        begun = lines()[0]
+        (at_s, start), *rest = begun.events
+        assert isinstance(start, DriverStarted)
+        start = replace(start, job={**start.job, "budget_usd": 0.0})
+        begun = replace(begun, events=((at_s, start), *rest))
+        found.text[0] = write_line(begun) + "\n"
+        found.write(200)
+        await page.until(f"{cost}.includes('/h') && !{cost}.includes('of $')")
+        found.holder = ""
+        await page.go(server.url)
+        await page.until(f"{left}?.includes('once it is resumed')")
+        said = await page.value(cost)
+        assert "$" in said and "/h" not in said and "no prices known" not in said
 
     shown(tmp_path, work)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,25 @@ def test_what_is_no_table_or_is_gone_is_begun_anew(tmp_path: Path) -> None:
     (tmp_path / CSV).unlink()
     made.add([row_at(2)])
     assert table(tmp_path) == [row_at(2)]
+
+
+@pytest.mark.parametrize("room", [0, 3, 40])
+def test_an_evaluation_that_a_full_disk_refuses_costs_no_row(room: int, tmp_path: Path) -> None:
+    """It makes its row longer, and all that follow are written anew."""
+    made = MetricsCsv(tmp_path)
+    made.add([row_at(step) for step in range(1, 2001)])
+    made.evaluated(1000, {"validation_loss": 0.5})
+    before = (tmp_path / CSV).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, limits[1]))
+    try:
+        with pytest.raises(OSError) as refused:
+            for step in range(1001, 1010):
+                made.evaluated(step, {"validation_loss": 0.123456789})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert refused.value.errno == errno.EFBIG
+    assert [one["step"] for one in table(tmp_path)] == [*range(1, 2001)]
+    made.evaluated(1500, {"validation_loss": 0.25})
+    assert table(tmp_path)[1499]["validation_loss"] == 0.25
+    assert [one["step"] for one in table(tmp_path)] == [*range(1, 2001)]

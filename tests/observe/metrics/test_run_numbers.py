@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.observe.small_run import T0, lines, tick
 from support.places import ROOT
+from support.storage.remote_folder import Remote
 from support.waiting import WITHIN_S, until
 
 from elastic.config.numbers.metrics_port import MetricsPort
@@ -304,6 +305,36 @@ def test_a_driver_that_takes_over_reads_on_from_what_was_kept(
     assert values(told[-1]) == values(numbers(given).samples())
     read = [entry for line in earlier for entry in line.events]
     assert read == ([] if not harm else [entry for line in given[:9] for entry in line.events])
+
+
+def test_a_driver_on_another_machine_reads_on_from_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run in object storage: the host that drove it before may be gone with its disk."""
+    monkeypatch.setattr(live_numbers, "KEPT_EVERY_S", 0.0)
+    bucket, told = Remote(tmp_path / "bucket"), list[Sequence[Sample]]()
+    earlier, take = list[Line](), LiveNumbers._take
+
+    def noted(self: LiveNumbers, line: Line, live: bool) -> None:
+        earlier.extend([] if live else [line])
+        take(self, line, live)
+
+    monkeypatch.setattr(LiveNumbers, "_take", noted)
+    given = lines()
+    later = [replace(line, epoch=2) for line in given[9:]]
+    for machine, before, new in (("a", [], given[:9]), ("b", given[5:9], later)):
+        place = RunFolder(bucket, tmp_path / machine)
+        journal = place.open_journal(new[0].epoch, place.take_over()[1])
+        live = LiveNumbers(place, [lambda run, samples: told.append(samples)])
+        for line in new:
+            journal.append(line.at_s, line.events, line.decision)
+            live.hear(line)
+        journal.close()
+        live.start(before, new[0].epoch)
+        live.close()
+        assert bucket.exists(live_numbers.KEPT)
+    assert values(told[-1]) == values(numbers(given).samples())
+    assert not earlier
 
 
 def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(

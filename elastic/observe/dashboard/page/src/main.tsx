@@ -190,7 +190,7 @@ function Standing({ run }: { run: Run }) {
           more={run.ended ? "" : ahead && run.phase === "interrupted" ? "once it is resumed" : ahead ? `${duration(ahead.low)} – ${duration(ahead.high)}` : allDone(run) ? "all steps done" : "not known yet"} />
         <Tile name="goodput" value={percent(totals.goodput)} more="of paid GPU time" />
         <Tile name="cost" value={dollars(run.usd)}
-          more={[run.usd_per_h > 0 && `${dollars(run.usd_per_h)}/h`, run.budget_usd && `of ${dollars(run.budget_usd)}`].filter(Boolean).join(", ") || "no prices known"} />
+          more={[run.usd_per_h > 0 && `${dollars(run.usd_per_h)}/h`, run.budget_usd && `of ${dollars(run.budget_usd)}`].filter(Boolean).join(", ") || (run.usd ? "" : "no prices known")} />
         <Tile name="saved" value={dollars(run.saved.usd)} more={run.saved.usd === null ? run.saved.why ?? "" : "against on-demand"} />
         <Tile name="train loss" value={loss(run.train_loss)} more={validation(run)} />
         <Tile name={`${run.unit}/s`} value={short(run.ended ? totals.tokens_per_s : run.tokens_per_s)}
