@@ -26,7 +26,8 @@ def command(name: str) -> str:
     """That which installs Debian packages; '' = there is none."""
     if name == "init":
         text = (ROOT / "elastic/api/templates/clusters/ray_commands.yaml").read_text()
-        given = yaml.safe_load(re.sub(r"@@\{\w+\}", "x", text))
+        lines = re.sub(r"^@@\{\w+\}", "", text, flags=re.MULTILINE)  # whole lines, or none
+        given = yaml.safe_load(re.sub(r"@@\{\w+\}", "x", lines))
     elif name == "install.md":
         (text,) = [found.text for found in blocks(name, "yaml") if "setup_commands" in found.text]
         given = yaml.safe_load(text)

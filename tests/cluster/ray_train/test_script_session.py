@@ -431,12 +431,13 @@ if checkpoint:
         first = int(open(f"{folder}/part-{rank}").read()) + 1
 for step in range(first, first + 3):
     if (rank, first, step) == (1, 1, 3):
+        while not os.path.exists("whole"): time.sleep(0.01)
         os.kill(os.getpid(), 9)
     with tempfile.TemporaryDirectory() as folder:
-        with open(f"{folder}/part-{rank}", "w") as file:
-            file.write(str(step))
+        with open(f"{folder}/part-{rank}", "w") as file: file.write(str(step))
         checkpoint = ray.train.Checkpoint.from_directory(folder)
         ray.train.report({"loss": 1 / step, "rate": rank + 0.5}, checkpoint=checkpoint)
+    (rank, step) == (0, 2) and open("whole", "w").close()  # it has said that all parts are there
 """
 
 
