@@ -19,7 +19,7 @@ from elastic.observe import find_runs, logs, run_tables
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.reporting.run_seen import seen_of_run
 from elastic.observe.reporting.run_standing import standing_of_run
-from elastic.text import n_of, one_line, printable
+from elastic.text import n_of, one_line, printable, program_output
 
 
 def add(verbs: Any) -> None:
@@ -193,7 +193,10 @@ def _replay(given: argparse.Namespace) -> int:
 
 def _logs(given: argparse.Namespace) -> int:
     found = logs.logs(opened(given), given.last, given.worker)
-    show(given, [log.plain() for log in found], logs.shown(found))
+    console = drawn_on()
+    colored = console is not None and console.color_system is not None and not console.no_color
+    safe = partial(program_output, colored=colored)
+    show(given, [log.plain() for log in found], logs.shown(found), safe=safe)
     return 0
 
 
