@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 GIB, MIB = 2**30, 2**20
 DAY_S = 86400.0
 RANKS_SHOWN, PLACES_SHOWN = 4, 6
 LOG_MARK = "--- elastic: "  # begins lines of a worker's log that stay there: they are not shown
+# what commands a terminal: control characters but newline and tab, halves of characters, and what
+# turns the order of letters around
+_COMMANDS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+_LINE_END = re.compile(r"\r+(?=\n|\Z)")
+# what moves or hides the cursor, or wipes out what stands behind it, as bars do
+CURSOR = re.compile(r"\x1b\[\??[0-9;]*[A-HJKSTfhlsu]")
+_COLORS = re.compile(r"(\x1b\[[0-9;]*m)")
+RESET = "\x1b[0m"
 
 
 def n_of(n: int, noun: str) -> str:
@@ -44,12 +55,26 @@ def count(value: float) -> str:
 
 
 def printable(text: str) -> str:
-    """For a terminal: what would command it (`\\x1b`) is escaped; lines and tabs stay."""
+    """For a terminal: what would command it (`\\x1b`) is escaped; letters of all kinds, lines (also
+    with `\\r\\n`) and tabs stay."""
     if text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
+    text = _LINE_END.sub("", text)
+    return _COMMANDS.sub(lambda m: m[0].encode("unicode_escape").decode(), text)
+
+
+def program_output(text: str, *, colored: bool) -> str:
+    """The same of what a program has printed, where bars and colors are usual: what moves the
+    cursor is left out; colors end with their line, or are left out, too."""
+    return "\n".join(_output_line(line, colored) for line in CURSOR.sub("", text).split("\n"))
+
+
+def _output_line(line: str, colored: bool) -> str:
+    parts = _COLORS.split(line)  # a text, a color, a text, ...
+    if len(parts) == 1 or not colored:
+        return printable("".join(parts[::2]))
+    shown = "".join(part if k % 2 else printable(part) for k, part in enumerate(parts))
+    return shown if shown.endswith(RESET) else shown + RESET
 
 
 def one_line(text: str, most: int) -> str:

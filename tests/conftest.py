@@ -169,6 +169,14 @@ def tensors_are_freed_again() -> Iterator[None]:
         cuda_errors._held.clear()
 
 
+@pytest.fixture(autouse=True)
+def secrets_of_a_test_are_its_own() -> Iterator[None]:
+    """Those that it set are words in the texts of another, which runs in the same process."""
+    yield
+    if (masking := sys.modules.get("elastic.config.masking")) is not None:
+        masking._ENVIRONMENT = masking._Environment()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_disk_is_waited_for() -> Iterator[None]:
     """No test cuts the power, so none sees whether bytes that were written have reached the disk:

@@ -173,10 +173,16 @@ def opened(given: argparse.Namespace) -> RunFolder:
     return find_runs.open_run(given.run, given.storage)
 
 
-def show(given: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
+def show(
+    given: argparse.Namespace,
+    data: Any,
+    lines: Sequence[str],
+    *,
+    safe: Callable[[str], str] = printable,
+) -> None:
     """One JSON document, or lines; what they tell of a run, anybody may have written who may write
-    its storage."""
-    print(json.dumps(data, default=str) if given.json else printable("\n".join(lines)))
+    its storage. `safe`: makes a text one that commands no terminal."""
+    print(json.dumps(data, default=str) if given.json else safe("\n".join(lines)))
 
 
 def drawn_on() -> Console | None:

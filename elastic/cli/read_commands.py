@@ -14,12 +14,12 @@ from typing import Any
 from elastic import api
 from elastic.api.diagnose import communicated, diagnosed
 from elastic.cli.parser import RUN, drawn_on, number, opened, option, run_verb, show, verb, whole
-from elastic.errors import JournalDamaged, SpecError, in_one_line
+from elastic.errors import LINE_MOST, JournalDamaged, SpecError
 from elastic.observe import find_runs, logs, run_tables
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.reporting.run_seen import seen_of_run
 from elastic.observe.reporting.run_standing import standing_of_run
-from elastic.text import n_of, printable
+from elastic.text import n_of, one_line, printable, program_output
 
 
 def add(verbs: Any) -> None:
@@ -77,7 +77,8 @@ def _ls(given: argparse.Namespace) -> int:
         try:
             view = find_runs.now(run)
         except (SpecError, JournalDamaged) as error:  # the others are listed all the same
-            print(f"elastic: run '{name}' is left out: {in_one_line(error)}", file=sys.stderr)
+            said = one_line(f"run '{name}' is left out: {error}", LINE_MOST)
+            print(f"elastic: {said}", file=sys.stderr)
             continue
         rows.append(run_tables.Row(view, api.holder(run.storage, patient=False), run.age_s(), name))
     show(
@@ -192,7 +193,10 @@ def _replay(given: argparse.Namespace) -> int:
 
 def _logs(given: argparse.Namespace) -> int:
     found = logs.logs(opened(given), given.last, given.worker)
-    show(given, [log.plain() for log in found], logs.shown(found))
+    console = drawn_on()
+    colored = console is not None and console.color_system is not None and not console.no_color
+    safe = partial(program_output, colored=colored)
+    show(given, [log.plain() for log in found], logs.shown(found), safe=safe)
     return 0
 
 

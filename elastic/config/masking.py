@@ -2,9 +2,9 @@
 mark in their place.
 
 A value is secret by the name it stands under (`hf_token`, `--wandb-api-key`, a password in a URI),
-by its form (`hf_...`), or since it is that of a variable with such a name in this process's
-environment, wherever it stands. Under `data` and `optimizer` names are the user's own, or those of
-files and tokens of text: there only URIs and forms count.
+by its form (`hf_...`), or since it is, or was, that of a variable with such a name in this
+process's environment, wherever it stands. Under `data` and `optimizer` names are the user's own, or
+those of files and tokens of text: there only URIs and forms count.
 """
 
 from __future__ import annotations
@@ -105,37 +105,38 @@ def masked_text(text: str, mark: Mark = stars) -> str:
 
 
 class _Environment:
-    """The secrets in this process's, as it is: a program may read more into it at any time."""
+    """The secrets in this process's, from here on: a program may read more into it at any time, and
+    what leaves it still stands in clients and in texts of errors."""
 
     def __init__(self) -> None:
-        self._known: tuple[dict[bytes, bytes], re.Pattern[str] | None] = ({}, None)
+        self._seen: dict[bytes, bytes] = {}
+        self._ever: set[str] = set()
+        self._known: tuple[int, re.Pattern[str] | None] = (0, None)  # how many it knows
+        self.secrets()
 
     def secrets(self) -> re.Pattern[str] | None:
         """No paths of files that hold them."""
-        seen, pattern = self._known
         # within os.environ; by its own methods a look at a hundred variables takes 100 us, and each
         # text of a journal asks
         now: dict[bytes, bytes] = vars(os.environ)["_data"]
-        if now != seen:
-            seen = dict(now)
-            self._known = seen, (pattern := _any_of(seen))
+        if now != self._seen:
+            self._ever |= _secrets_of(seen := dict(now))
+            self._seen = seen
+        n, pattern = self._known
+        if n != len(self._ever):
+            ever = sorted(self._ever, key=len, reverse=True)
+            pattern = re.compile("|".join(map(re.escape, ever)))
+            self._known = len(ever), pattern
         return pattern
 
 
-_ENVIRONMENT = _Environment()
-
-
-def _any_of(variables: Mapping[bytes, bytes]) -> re.Pattern[str] | None:
+def _secrets_of(variables: Mapping[bytes, bytes]) -> set[str]:
     found = set()
     for variable, held in variables.items():
         name, value = os.fsdecode(variable), os.fsdecode(held)
         if len(value) >= LEAST_LETTERS and not value.startswith("/") and is_secret(name, value):
             found.add(value)
-    return (
-        re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))))
-        if found
-        else None
-    )
+    return found
 
 
 def _arguments(texts: Sequence[str], mark: Mark) -> Iterator[str]:
@@ -162,3 +163,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+_ENVIRONMENT = _Environment()  # looks at once: a secret may leave before the first text

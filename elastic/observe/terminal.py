@@ -26,7 +26,7 @@ from elastic.observe.picture_parts import Printable
 from elastic.observe.run_tables import paid, spending
 from elastic.observe.run_view import Note, View
 from elastic.policy.state.fold import Change, changes
-from elastic.text import duration, printable
+from elastic.text import duration, printable, program_output
 
 LOOK_S = 0.25
 STOP_MOST_S = 5.0
@@ -182,11 +182,14 @@ class Terminal:
 
     def _told(self) -> None:
         for _ in range(len(self._lines)):
-            self._print(self._lines.popleft())
+            # its colors become those that this terminal has
+            shown = program_output(self._lines.popleft(), colored=True)
+            self._print(Text.from_ansi(shown))
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str | Text) -> None:
         self._printed_s = time.monotonic()
-        self._console.print(Text(printable(text)), soft_wrap=True)
+        shown = text if isinstance(text, Text) else Text(printable(text))
+        self._console.print(shown, soft_wrap=True)
 
 
 @contextmanager

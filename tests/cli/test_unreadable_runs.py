@@ -54,6 +54,15 @@ def test_others_are_listed_all_the_same(
     assert "run 'later-1' is left out: journal: schema version 9" in said
 
 
+def test_the_name_of_a_run_that_is_left_out_commands_no_terminal(
+    unreadable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (unreadable / "later-1").rename(unreadable / "later\x1b]0;x\x07\n\u202e1")
+    code, _, said = called(capsys, "ls")
+    assert code == 0 and said.count("\n") == 1 and said[:-1].isprintable()
+    assert "run 'later\\x1b]0;x\\x07 \\u202e1' is left out: journal: schema version 9" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

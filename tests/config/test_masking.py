@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic.config import masking
 from elastic.config.masking import is_secret, masked, masked_text
 from elastic.ledger.run_folder import RunFolder
 from elastic.ledger.segments import StoredJournal
@@ -140,18 +141,28 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_the_environment_of_this_moment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_was_in_the_environment_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program reads its .env file after the first text was masked; Ray and forks set variables of
-    a process that runs."""
+    a process that runs; a program takes the secret out again, and its client still says it."""
     first, second = "c0ffee" * 7, "decade" * 7
     for secret in (first, second):
         assert masked_text(f"401 with {secret}") == f"401 with {secret}"
         monkeypatch.setenv("MY_API_KEY", secret)
         assert masked_text(f"401 with {secret}") == "401 with ***"
-    assert masked_text(f"401 with {first}") == f"401 with {first}", "it is not there any more"
+    assert masked_text(f"401 with {first}") == "401 with ***", "another one took its place"
     monkeypatch.delenv("MY_API_KEY")
-    monkeypatch.setenv("OTHER_API_KEY", first)  # as many variables as before
-    assert masked_text(f"{first} {second}") == f"*** {second}"
+    assert masked_text(f"{first} {second}") == "*** ***"
+    monkeypatch.setenv("OTHER_API_KEY", third := "facade" * 7)  # as many variables as before
+    assert masked_text(f"{first} {second} {third}") == "*** *** ***"
+
+
+def test_a_secret_that_leaves_before_the_first_text_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", secret := "c0ffee" * 7)
+    monkeypatch.setattr(masking, "_ENVIRONMENT", masking._Environment())  # as the import makes it
+    monkeypatch.delenv("MY_API_KEY")
+    assert masked_text(f"401 with {secret}") == "401 with ***"
 
 
 def test_a_secret_of_the_environment_is_masked_wherever_a_program_says_it(

@@ -4,6 +4,7 @@ everyone, lies in one that the user alone may enter."""
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.places import ROOT
 
 from elastic.api.init_job import NewJob, init
 
+PAGE = (ROOT / "docs" / "clusters.md").read_text()
 LISTS = ("head_start_ray_commands", "worker_start_ray_commands")
 FOLDER = f"elastic-ray-{os.getuid()}"
 SESSION = "session_2026-12-01_03-49-05_123456_4194304/sockets/plasma_store.16"
@@ -63,6 +65,30 @@ def test_on_own_hosts_ray_is_started_in_a_folder_of_its_user(
             (tmp_path / FOLDER).chmod(mode)
         assert run("bash", "-c", f"({here})").returncode == 0
         assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
+
+
+def test_a_driver_there_finds_the_cluster_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a shell without it reads, /tmp/ray, is another user's."""
+    (export,) = re.findall(r"`(export RAY_TMPDIR=[^`]*)`", PAGE)
+    for data in files(tmp_path).values():
+        for key in LISTS:
+            assert f" {export};" in data[key][-1] and "--temp-dir=$RAY_TMPDIR/ray" in data[key][-1]
+    from ray._common.utils import get_ray_address_file
+
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert get_ray_address_file(None) == "/tmp/ray/ray_current_cluster"
+    folder = run("bash", "-c", f"{export}; echo $RAY_TMPDIR").stdout.strip()
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    assert get_ray_address_file(None) == f"/tmp/{FOLDER}/ray/ray_current_cluster"
+
+
+def test_the_page_names_the_head_for_a_driver_there() -> None:
+    (said,) = re.findall(r"^\*\*Where the driver runs:\*\*.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    said = " ".join(said.split())
+    assert "(or `auto`)" not in said and "On hosts of your own write HEAD:6379" in said
 
 
 @pytest.mark.parametrize("kind", KINDS)

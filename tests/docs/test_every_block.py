@@ -344,6 +344,7 @@ def test_no_secret_is_typed_on_a_command_line(page: str) -> None:
     spans = re.findall(r"`([^`\n]+)`", text_of(page))
     typed += [span for span in spans if span.startswith(TYPED)]
     assert [name for text in typed for name in typed_secrets(text)] == []
+    assert [text for text in typed if "--runtime-env-json" in text] == [], "--runtime-env FILE"
 
 
 def test_a_secret_on_a_command_line_is_seen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,27 @@ def run(tmp_path: Path) -> RunFolder:
         (folder / "logs" / f"{name}.log").write_text(text)
         os.utime(folder / "logs" / f"{name}.log", (9 - k, 9 - k))
     return RunFolder.of(open_storage(str(folder)))
+
+
+def test_colors_come_where_the_terminal_has_them(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = "\x1b[A\x1b[32m10\u00a0000 ok\r\nthen\x1b[K\x1b]0;x\x07\n"
+    (run.logs / "spot-2-0-12.log").write_text(printed)
+    words = ["logs", str(run.folder), "--worker", "spot-2"]
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert plain.endswith("<==\n10\u00a0000 ok\nthen\\x1b]0;x\\x07\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(words) == 0
+    colored = "\x1b[32m10\u00a0000 ok\x1b[0m\nthen\\x1b]0;x\\x07\n"
+    assert capsys.readouterr().out.endswith(f"<==\n{colored}")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(words) == 0
+    assert capsys.readouterr().out == plain
 
 
 def test_the_end_of_each_file(

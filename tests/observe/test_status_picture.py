@@ -286,6 +286,28 @@ def test_nothing_that_a_live_run_says_commands_the_terminal(tty: bool) -> None:
     assert "\x1b]" not in said and "\x1b[2J" not in said and "\x07" not in said
 
 
+@pytest.mark.parametrize("shows", ["colors", "no colors", "no terminal"])
+def test_what_a_worker_prints_comes_as_it_was_meant(
+    shows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return shows != "no terminal"
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if shows == "no colors":
+        monkeypatch.setenv("NO_COLOR", "1")
+    stream = Stream()
+    terminal = Terminal(stream)
+    terminal.say("\x1b[A\x1b[32m10\u00a0000 👩\u200d🔬 ok\r")
+    terminal.say("after\x1b[K")
+    terminal._told()
+    color, end = ("\x1b[32m", "\x1b[0m") if shows == "colors" else ("", "")
+    assert stream.getvalue() == f"{color}10\u00a0000 👩\u200d🔬 ok{end}\nafter\n"
+
+
 def test_a_quiet_status_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run), "-q"]) == 0
     said = "tiny-1  interrupted  step 8 of 12  train_loss 5.2000  goodput 51 %  $0.20 of $20.00\n"

@@ -48,7 +48,7 @@ from elastic.observe.terminal import Terminal, start_line
 from elastic.policy.state.fold import ENDED, State
 from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
-from elastic.text import printable
+from elastic.text import printable, program_output
 from elastic.types import COMPUTES_IN, DriverStarted, Outcome, Pool, StepDone, WorkerFailed
 from elastic.types.gates import newest_gates
 from elastic.version import source_folder
@@ -471,7 +471,7 @@ class JobRun:
             told = [] if self.terminal.has_said(lines[-1]) else ["", *lines]
             where = found.file if found is not None else f"in the logs of node {worker.node_id}"
             text = "\n".join([*told, f"whole traceback: {where}"])
-            print(printable(text), file=self._out())
+            print(program_output(text, colored=False), file=self._out())
         return found.file if found is not None else None
 
     def _first_step_s(self, lines: Iterable[Line]) -> float | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from elastic.config.numbers.logged_names import NAME, STEP_NAMES, checked_names, number_of
 from elastic.errors import ProgramError
+from elastic.text import CURSOR
 
 # of a bar that is named so the steps done, not how many per cent they are
 STEP = re.compile(
@@ -25,8 +26,7 @@ EPOCH = re.compile(r"\bepoch\b[\s:=#\[]*(\d+)", re.IGNORECASE)
 HF_LOSS = re.compile(r"^\s*\{.*'loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
 HF_EVAL = re.compile(r"\{.*'eval_loss': '?([-+]?[\d.]+(?:[eE][-+]?\d+)?)'?[,}].*'epoch':")
 BAR = re.compile(r"\d+%\|.*\|\s*(\d+)/(\d+)\s*\[")  # of tqdm: steps done, of how many
-# what moves a terminal's cursor between two bars, and what is put before a line for a person
-CURSOR, OF_RANK = re.compile(r"\x1b\[\d*[A-K]"), re.compile(r"^\[rank \d+\] ?")
+OF_RANK = re.compile(r"^\[rank \d+\] ?")  # put before a line for a person
 BAR_EVERY_S = 10.0  # a person is shown a bar so often
 LOGGED = "elastic.log "  # what a line of elastic.log begins with
 # of ray.train.report: its number, counted over the run where that is known, and what it tells

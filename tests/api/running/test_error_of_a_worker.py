@@ -35,7 +35,8 @@ def test_its_frames_come_with_its_failure_and_its_log_is_named_by_its_node(
     assert out.getvalue() == f"{shown}whole traceback: in the logs of node spot-1\n"
     place.logs.mkdir(parents=True)
     log = place.logs / "spot-1-1-77.log"
-    log.write_text("Traceback (most recent call last):\n  File 'train.py'\nKeyError: 'here'\n")
+    colored = "\x1b[1;35mKeyError\x1b[0m: 'here'"  # as Python writes it with FORCE_COLOR
+    log.write_text(f"Traceback (most recent call last):\n  File 'train.py'\n{colored}\n")
     out.truncate(out.seek(0))
     assert JobRun._traceback(run, journal) == log
     assert ("KeyError: 'here'" in out.getvalue()) is not said
