@@ -307,10 +307,12 @@ def test_a_driver_that_takes_over_reads_on_from_what_was_kept(
     assert read == ([] if not harm else [entry for line in given[:9] for entry in line.events])
 
 
+@pytest.mark.parametrize("harm", ["", "altered", "gone"])
 def test_a_driver_on_another_machine_reads_on_from_what_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run in object storage: the host that drove it before may be gone with its disk."""
+    """Of a run in object storage: the host that drove it before may be gone with its disk, or be
+    one that this one has followed already."""
     monkeypatch.setattr(live_numbers, "KEPT_EVERY_S", 0.0)
     bucket, told = Remote(tmp_path / "bucket"), list[Sequence[Sample]]()
     earlier, take = list[Line](), LiveNumbers._take
@@ -321,8 +323,12 @@ def test_a_driver_on_another_machine_reads_on_from_what_was_kept(
 
     monkeypatch.setattr(LiveNumbers, "_take", noted)
     given = lines()
-    later = [replace(line, epoch=2) for line in given[9:]]
-    for machine, before, new in (("a", [], given[:9]), ("b", given[5:9], later)):
+    parts = [
+        [replace(line, epoch=epoch) for line in given[first:last]]
+        for epoch, first, last in ((1, 0, 5), (2, 5, 9), (3, 9, len(given)))
+    ]
+    for machine, before, new in zip("aba", ([], parts[0], parts[1]), parts, strict=True):
+        assert not earlier
         place = RunFolder(bucket, tmp_path / machine)
         journal = place.open_journal(new[0].epoch, place.take_over()[1])
         live = LiveNumbers(place, [lambda run, samples: told.append(samples)])
@@ -330,11 +336,30 @@ def test_a_driver_on_another_machine_reads_on_from_what_was_kept(
             journal.append(line.at_s, line.events, line.decision)
             live.hear(line)
         journal.close()
+        if harm and new is parts[2]:
+            kept = bucket.get(live_numbers.KEPT)
+            bucket.delete(live_numbers.KEPT)
+            if harm == "altered":
+                bucket.put(live_numbers.KEPT, kept.replace(b'"tokens":', b'"tokens":1', 1))
         live.start(before, new[0].epoch)
         live.close()
         assert bucket.exists(live_numbers.KEPT)
     assert values(told[-1]) == values(numbers(given).samples())
-    assert not earlier
+    read = [entry for line in earlier for entry in line.events]
+    assert read == ([entry for line in parts[1] for entry in line.events] if harm else [])
+
+
+def test_a_driver_that_has_kept_nothing_leaves_what_is_stored(tmp_path: Path) -> None:
+    """What lies on its machine may be older."""
+    bucket = Remote(tmp_path / "bucket")
+    bucket.put(live_numbers.KEPT, b"of another machine, and of other code")
+    place = RunFolder(bucket, tmp_path / "a")
+    place.folder.mkdir()
+    (place.folder / live_numbers.KEPT).write_bytes(b"older")
+    live = LiveNumbers(place, ())
+    live.start(lines()[:1], 2)
+    live.close()
+    assert bucket.get(live_numbers.KEPT) == b"of another machine, and of other code"
 
 
 def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
