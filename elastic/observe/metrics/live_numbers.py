@@ -157,7 +157,7 @@ class LiveNumbers(HeardLines):
         return False
 
     def _take_live(self, line: Line) -> None:
-        if time.monotonic() >= self._keep_s:
+        if time.monotonic() >= self._keep_s and not self._is_away:
             self._keep_s = time.monotonic() + KEPT_EVERY_S
             self._look_ahead()
         self._keep_if_there()
@@ -184,6 +184,12 @@ class LiveNumbers(HeardLines):
                 self._tell.remove(tell)
 
     # -------------------------------------------------------------------------------------- keeping
+
+    @property
+    def _is_away(self) -> bool:
+        """Whatever is asked of storage now would hold the thread up for minutes, and nobody waits
+        for it: what is kept when storage is back goes there."""
+        return self._run.storage.remote and self._numbers.state.away is not None
 
     def _look_ahead(self) -> None:
         """How far the journal is written: lines are heard sooner than that, and come in batches."""
@@ -216,7 +222,7 @@ class LiveNumbers(HeardLines):
                     self._send()
 
     def _send(self, last: bool = False) -> None:
-        if not self._run.storage.remote or not self._is_kept:
+        if not self._run.storage.remote or not self._is_kept or self._is_away:
             return
         if (error := self._copies.send([KEPT], last=last)) is not None:
             log.info("%s: %s is not stored for now (%s)", self._run.name, KEPT, error)

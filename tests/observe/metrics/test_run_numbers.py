@@ -22,6 +22,7 @@ from elastic.config.numbers.metrics_port import MetricsPort
 from elastic.errors import SpecError
 from elastic.ledger.heard_lines import HeardLines
 from elastic.ledger.journal import Journal, Line
+from elastic.ledger.journal_growth import JournalGrowth
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.accounting.accounts import Books, account
 from elastic.observe.metrics import live_numbers
@@ -360,6 +361,36 @@ def test_a_driver_that_has_kept_nothing_leaves_what_is_stored(tmp_path: Path) ->
     live.start(lines()[:1], 2)
     live.close()
     assert bucket.get(live_numbers.KEPT) == b"of another machine, and of other code"
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_storage_is_asked_nothing_while_it_is_away(
+    back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread would wait for it, and tell nothing meanwhile."""
+    monkeypatch.setattr(live_numbers, "KEPT_EVERY_S", 0.0)
+    bucket, given = Remote(tmp_path / "bucket"), lines()
+    place = RunFolder(bucket, tmp_path / "a")
+    given[2:2] = [tick(0.2, StorageSeen(False, "timeout", T0))]
+    if back:
+        given += [tick(at_s, StorageSeen(True, "", T0)) for at_s in (900.0, 901.0)]
+    journal = place.open_journal(1, place.take_over()[1])
+    live, away, look = LiveNumbers(place, ()), list[bool](), JournalGrowth.look
+
+    def noted(self: JournalGrowth) -> Iterator[Line]:
+        away.append(live._numbers.state.away is not None)
+        return look(self)
+
+    monkeypatch.setattr(JournalGrowth, "look", noted)
+    for line in given:
+        journal.append(line.at_s, line.events, line.decision)
+        live.hear(line)
+    journal.close()
+    live.start((), 1)
+    live.close()
+    assert away == [False] * (4 if back else 3)
+    assert (place.folder / live_numbers.KEPT).is_file()
+    assert bucket.exists(live_numbers.KEPT) is back
 
 
 def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
