@@ -37,10 +37,19 @@ def write(file: Path, text: bytes) -> None:
 def read(file: Path, kind: type[T]) -> T | None:
     """None = this user has kept nothing there with code like this."""
     try:
-        crc, _, text = file.read_bytes().partition(b"\n")
-        if crc_of(text).encode() != crc or file.stat().st_uid != os.getuid():
+        mine = file.stat().st_uid == os.getuid()
+        return of_text(file.read_bytes(), kind) if mine else None
+    except OSError:
+        return None
+
+
+def of_text(text: bytes, kind: type[T]) -> T | None:
+    """None = it is not whole, or of other code."""
+    try:
+        crc, _, plainly = text.partition(b"\n")
+        if crc_of(plainly).encode() != crc:
             return None
-        data = json.loads(text)
+        data = json.loads(plainly)
         return built(kind, data) if data["code"] == code() else None
-    except (OSError, ValueError, KeyError, TypeError, SpecError):
+    except (ValueError, KeyError, TypeError, SpecError):
         return None

@@ -50,13 +50,19 @@ class Host:
         return file.read_text().split() if file.exists() else []
 
     def start(
-        self, port: int, limit_s: int = 2, raylet: str = "", *, end: str | None = None
+        self,
+        port: int,
+        limit_s: int = 2,
+        raylet: str = "",
+        *,
+        end: str | None = None,
+        boot_s: int = 900,
     ) -> None:
         environment = {
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "FOLDER": str(self.folder),
             "PORT": str(port), "LIMIT_S": str(limit_s), "EVERY_S": "0.1", "RAYLET": raylet,
             "END": f"touch {self.ended}" if end is None else end, "HOME": str(self.folder),
-            "SCHEDULED": str(self.folder / "scheduled"),
+            "SCHEDULED": str(self.folder / "scheduled"), "BOOT_S": str(boot_s),
         }  # fmt: skip
         # Were it to watch itself, and hold up what comes after it, it would not be back in time.
         subprocess.run(
@@ -73,6 +79,14 @@ class Host:
         short = self.folder / "bin" / "timeout"
         short.write_text(f'#!/bin/bash\nshift\nPATH={os.environ["PATH"]} timeout 1 "$@"\n')
         short.chmod(0o755)
+
+    def notes(self, name: str, then: str = ":") -> Path:
+        """The file with the arguments of each call of this command, which does `then` before."""
+        asked = self.folder / f"{name}.asked"
+        command = self.folder / "bin" / name
+        command.write_text(f'#!/bin/bash\n{then}\nprintf "%s\\n" "$*" >>{asked}\n')
+        command.chmod(0o755)
+        return asked
 
     def watchers(self) -> list[int]:
         return [pid for pid in children(str(self.folder)) if "--watch" in processes.command(pid)]
@@ -209,33 +223,67 @@ def test_a_scheduled_shutdown_is_called_off_where_a_shutdown_is_its_end(
     host: Host, head: Head
 ) -> None:
     """The machine's first boot schedules one, for a head that dies before it comes here."""
-    sudo = host.folder / "bin" / "sudo"
-    sudo.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{host.folder}/asked\n')
-    sudo.chmod(0o755)
+    asked = host.notes("sudo")
     host.start(head.port, limit_s=600)
-    assert not (host.folder / "asked").exists(), "of a host that does not end itself"
+    assert not asked.exists(), "of a host that does not end itself"
     os.killpg(host.watcher(), signal.SIGKILL)
     until(lambda: host.watcher() == 0, "the end of the watcher")
     head.close()
     host.start(head.port, limit_s=1, end="")
-    until(lambda: "shutdown -h now" in (host.folder / "asked").read_text(), "its shutdown")
-    assert (host.folder / "asked").read_text().splitlines()[0] == "-n shutdown -c"
+    until(lambda: asked.exists() and "shutdown -h now" in asked.read_text(), "its shutdown")
+    assert asked.read_text().splitlines()[0] == "-n shutdown -c"
 
 
 def test_a_shutdown_that_is_scheduled_after_the_start_is_called_off_too(
     host: Host, head: Head
 ) -> None:
     """Ray's SSH may come before the boot's last scripts."""
-    scheduled = host.folder / "scheduled"
-    sudo = host.folder / "bin" / "sudo"
-    sudo.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{host.folder}/asked\nrm -f {scheduled}\n')
-    sudo.chmod(0o755)
+    scheduled, said = host.folder / "scheduled", host.notes("logger")
+    asked = host.notes("sudo", f"rm -f {scheduled}")
     host.start(head.port, limit_s=600, end="")
-    until((host.folder / "asked").exists, "what its start calls off")
+    until(asked.exists, "what its start calls off")
     scheduled.write_text("USEC=1\nWARN_WALL=1\nMODE=poweroff\n")
     until(lambda: not scheduled.exists(), "its end")
-    assert (host.folder / "asked").read_text() == "-n shutdown -c\n" * 2
+    until(said.exists, "a word of it")
+    assert asked.read_text() == "-n shutdown -c\n" * 2
+    assert said.read_text() == (
+        "-t elastic the shutdown that this machine's boot had scheduled is called off (USEC=1 "
+        "WARN_WALL=1 MODE=poweroff )\n"
+    )
     scheduled.write_text("USEC=1\nWARN_WALL=1\nMODE=reboot\n")
     looked = head.asked
     until(lambda: head.asked > looked + 2, "two more looks")
     assert scheduled.exists(), "somebody else's"
+
+
+def test_a_shutdown_that_somebody_schedules_later_stands(host: Host, head: Head) -> None:
+    """After the machine's boot, also when a new head is named."""
+    scheduled = host.folder / "scheduled"
+    asked = host.notes("sudo", f"rm -f {scheduled}")
+    host.start(head.port, limit_s=600, end="", boot_s=0)
+    until(asked.exists, "what its start calls off")
+    scheduled.write_text("USEC=1\nMODE=poweroff\n")
+    host.start(head.port, limit_s=600, end="", boot_s=0)
+    until(lambda: len(host.told("flock")) == 2, "the second watcher's try to get the lock")
+    looked = head.asked
+    until(lambda: head.asked > looked + 2, "two more looks")
+    assert scheduled.exists() and asked.read_text() == "-n shutdown -c\n"
+
+
+@pytest.mark.slow
+def test_a_shutdown_of_the_boot_is_called_off_when_the_head_answers(host: Host, head: Head) -> None:
+    """Which may be after the time in which a boot schedules one."""
+    scheduled, runs = host.folder / "scheduled", host.folder / "runs"
+    asked = host.notes("sudo", f"rm -f {scheduled}")
+    (host.folder / "bin" / "pgrep").write_text(f"#!/bin/bash\ntest -e {runs}\n")
+    (host.folder / "bin" / "pgrep").chmod(0o755)
+    host.start(head.port, limit_s=600, raylet="raylet", end="", boot_s=2)
+    until(asked.exists, "what its start calls off")
+    scheduled.write_text("USEC=1\nMODE=poweroff\n")
+    begun_s, looked = time.monotonic(), head.asked
+    until(
+        lambda: time.monotonic() - begun_s > 3.5 and head.asked > looked + 2, "the end of that time"
+    )
+    assert scheduled.exists()
+    runs.touch()
+    until(lambda: not scheduled.exists(), "its end")

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -254,17 +254,17 @@ class _Tables(Records):
         return table
 
     def kinds(self, names: Sequence[str]) -> dict[str, np.dtype[Any]]:
-        """Where the files have different types of a column, the one that holds them all."""
+        """As the first file that has records says; a later one where it has no type of numbers."""
         found = super().kinds(names)
-        types: dict[str, set[str]] = {}
-        for schema in self._schemas_of_all():
-            for name in names:
+        first = self._place(bisect_right(self._starts, 0) - 1)[0]
+        for schema in islice(self._schemas_of_all(), first, None):
+            missing = [name for name in names if name not in found]
+            if not missing:
+                break
+            for name in missing:
                 at = schema.get_field_index(name)
                 if at >= 0 and (kind := _kind_of(schema.field(at).type)):
-                    types.setdefault(name, set()).add(kind)
-        for name, kinds in types.items():
-            if len(kinds) > 1 or name not in found:
-                found[name] = np.result_type(*kinds)
+                    found[name] = np.dtype(kind)
         return found
 
     def _schemas_of_all(self) -> Iterable[Any]:
@@ -506,14 +506,20 @@ class Columns:
         return {name: self._cast(array, name, index) for name, array in found.items()}
 
     def _cast(self, array: NDArray[Any], name: str, index: int) -> NDArray[Any]:
-        """In the dtype of its column."""
+        """In the dtype of its column, exactly: of whole numbers also those that are stored as
+        floats. Raises SpecError that names the number which that cannot hold."""
         kind = self._kinds.get(name, array.dtype)
-        cast = array.astype(kind, copy=False)
-        if array.size and not np.can_cast(array.dtype, kind) and not np.array_equal(cast, array):
-            raise SpecError(
-                f"{self.records.where(index)}: '{name}' holds {array.dtype} numbers that {kind}, "
-                "the type of this column, cannot hold; store the column with one type"
-            )
+        if array.dtype == kind or not array.size:
+            return array.astype(kind, copy=False)
+        with np.errstate(invalid="ignore"):  # NaN, and what is too large
+            cast = array.astype(kind)
+        for value, held in zip(array.ravel().tolist(), cast.ravel().tolist(), strict=True):
+            if value != held:  # Python compares integers with floats exactly
+                raise SpecError(
+                    f"{self.records.where(index)}: '{name}' is {value!r}, which {kind}, the type "
+                    "of this column, cannot hold; cast the column to one type in all files that "
+                    "holds it, or give `columns` without it"
+                )
         return cast
 
     def length(self, index: int) -> int:

@@ -93,7 +93,7 @@ class LiveNumbers(HeardLines):
         self._run, self._tell, self._readers = run, [*tell], [*readers]
         self._numbers = RunNumbers()
         self._growth: JournalGrowth | None = None  # of the journal's file; None = nothing is kept
-        self._copies = StoredCopies(run)
+        self._copies, self._is_kept = StoredCopies(run), False  # by this driver
         self._n_written = 0  # entries of this driver that it has read there
         self._keep_s = 0.0  # when something is kept next (monotonic)
         # what is to be kept: of which place and after which entry; its text, and of whom it waits
@@ -137,11 +137,13 @@ class LiveNumbers(HeardLines):
         self._growth = growth
 
     def _fetch(self) -> None:
-        """What a driver on another machine has kept; there may be nothing."""
-        file = self._run.folder / KEPT
-        if self._run.storage.remote and not file.exists():
+        """What the driver before has kept, on whatever machine it was: what lies here may be older.
+        That stays where nothing else can be had."""
+        if self._run.storage.remote:
             with suppress(OSError):
-                kept_reading.write(file, self._run.storage.get(KEPT))
+                stored = self._run.storage.get(KEPT)
+                if kept_reading.of_text(stored, _Kept) is not None:
+                    kept_reading.write(self._run.folder / KEPT, stored)
 
     def _resumes(self, kept: _Kept) -> bool:
         if len(kept.readers) != len(self._readers):
@@ -155,7 +157,7 @@ class LiveNumbers(HeardLines):
         return False
 
     def _take_live(self, line: Line) -> None:
-        if time.monotonic() >= self._keep_s:
+        if time.monotonic() >= self._keep_s and not self._is_away:
             self._keep_s = time.monotonic() + KEPT_EVERY_S
             self._look_ahead()
         self._keep_if_there()
@@ -182,6 +184,12 @@ class LiveNumbers(HeardLines):
                 self._tell.remove(tell)
 
     # -------------------------------------------------------------------------------------- keeping
+
+    @property
+    def _is_away(self) -> bool:
+        """Whatever is asked of storage now would hold the thread up for minutes, and nobody waits
+        for it: what is kept when storage is back goes there."""
+        return self._run.storage.remote and self._numbers.state.away is not None
 
     def _look_ahead(self) -> None:
         """How far the journal is written: lines are heard sooner than that, and come in batches."""
@@ -210,10 +218,11 @@ class LiveNumbers(HeardLines):
                 self._text = None
                 with suppress(OSError):
                     kept_reading.write(self._run.folder / KEPT, text)
+                    self._is_kept = True
                     self._send()
 
     def _send(self, last: bool = False) -> None:
-        if not self._run.storage.remote:
+        if not self._run.storage.remote or not self._is_kept or self._is_away:
             return
         if (error := self._copies.send([KEPT], last=last)) is not None:
             log.info("%s: %s is not stored for now (%s)", self._run.name, KEPT, error)

@@ -212,28 +212,60 @@ def save_arrow(folder: Path, tables: list[pyarrow.Table]) -> None:
     (folder / "state.json").write_text(json.dumps({"_data_files": files}))
 
 
+def save_parquet(folder: Path, tables: list[pyarrow.Table]) -> None:
+    for n, table in enumerate(tables):
+        pyarrow.parquet.write_table(table, folder / f"data-{n}.parquet")
+
+
 @pytest.mark.parametrize("kind", ["parquet", "huggingface"])
-def test_a_column_of_several_types_has_the_one_that_holds_all(kind: str, tmp_path: Path) -> None:
-    whole = pyarrow.table({"x": [1, 2], "y": [[1], [2]], "z": [1.5, 2.0]})
-    parts = pyarrow.table({"x": [2.5], "y": [[0.5]], "z": [3]})
-    if kind == "parquet":
-        pyarrow.parquet.write_table(whole, tmp_path / "a.parquet")
-        pyarrow.parquet.write_table(parts, tmp_path / "b.parquet")
-    else:
-        save_arrow(tmp_path, [whole, parts])
-    samples = Columns(KINDS[kind][1](str(tmp_path)))
-    assert [samples[i]["x"].tolist() for i in range(3)] == [1.0, 2.0, 2.5]
-    assert [samples[i]["y"].tolist() for i in range(3)] == [[1.0], [2.0], [0.5]]
-    assert {str(a.dtype) for i in range(3) for a in samples[i].values()} == {"float64"}
+def test_a_column_of_several_types_has_the_first_files(kind: str, tmp_path: Path) -> None:
+    """As pandas writes labels after a merge: whole numbers, as floats in one of the files."""
+    empty = pyarrow.table({"x": [0.5], "y": [[0.5]], "z": [1], "b": [0.5]}).slice(0, 0)
+    whole = pyarrow.table({"x": [1, 2], "y": [[], [2**53 + 1]], "z": [1.5, 2.0], "b": [True] * 2})
+    parts = pyarrow.table({"x": [3.0], "y": [[4.0, 5.0]], "z": [-(2**53)], "b": [0]})
+    (save_parquet if kind == "parquet" else save_arrow)(tmp_path, [empty, whole, parts])
+    samples = Columns(KINDS[kind][1](str(tmp_path)), ["x", "y", "z", "b"])
+    assert [samples[i]["x"].tolist() for i in range(3)] == [1, 2, 3]
+    assert [samples[i]["y"].tolist() for i in range(3)] == [[], [2**53 + 1], [4, 5]]
+    assert [samples[i]["z"].tolist() for i in range(3)] == [1.5, 2.0, -(2.0**53)]
+    assert {
+        tuple(str(array.dtype) for array in samples[i].values()) for i in range(3)
+    } == {("int64", "int64", "float64", "bool")}  # fmt: skip
 
 
-def test_a_number_that_its_column_cannot_hold_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "later", "said"),
+    [
+        (1, 2.5, "2.5, which int64"), (1, math.nan, "nan, which int64"), ([1], [2.0, 0.5],
+        "0.5, which int64"), (1, 2.0**63, "9.223372036854776e+18, which int64"), (0.5, 2**53 + 1,
+        "9007199254740993, which float64"), (0.5, 2**63 - 1, "9223372036854775807, which float64"),
+        (True, 2, "2, which bool"),
+    ],
+)  # fmt: skip
+def test_a_number_that_its_column_cannot_hold_is_named(
+    tmp_path: Path, first: Any, later: Any, said: str
+) -> None:
+    save_parquet(tmp_path, [pyarrow.table({"x": [first] * 2}), pyarrow.table({"x": [later] * 2})])
+    samples = Columns(Parquet(str(tmp_path)))
+    assert samples[0]["x"].tolist() == first
+    with pytest.raises(SpecError) as caught:
+        samples[3]
+    assert str(caught.value) == (
+        f"{tmp_path}/data-1.parquet, row 2: 'x' is {said}, the type of this column, cannot hold; "
+        "cast the column to one type in all files that holds it, or give `columns` without it"
+    )
+
+
+def test_a_number_of_64_bits_that_its_column_cannot_hold_is_named(tmp_path: Path) -> None:
     large = pyarrow.array([1, 2**64 - 1], pyarrow.uint64())
-    pyarrow.parquet.write_table(pyarrow.table({"x": large}), tmp_path / "a.parquet")
+    save_parquet(tmp_path, [pyarrow.table({"x": large})])
     samples = Columns(Parquet(str(tmp_path)))
     assert samples[0]["x"].dtype == np.int64
-    with pytest.raises(SpecError, match="a.parquet, row 2: 'x' holds uint64 numbers that int64"):
+    with pytest.raises(SpecError, match=f"row 2: 'x' is {2**64 - 1}, which int64, the type of"):
         samples[1]
+    (tmp_path / "a.jsonl").write_text(f'{{"x": 0.5}}\n{{"x": {2**53 + 1}}}')
+    with pytest.raises(SpecError, match=f"line 2: 'x' is {2**53 + 1}, which float64, the type of"):
+        Columns(Jsonl(tmp_path / "a.jsonl"))[1]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "huggingface"])

@@ -22,6 +22,7 @@ from elastic.config.numbers.metrics_port import MetricsPort
 from elastic.errors import SpecError
 from elastic.ledger.heard_lines import HeardLines
 from elastic.ledger.journal import Journal, Line
+from elastic.ledger.journal_growth import JournalGrowth
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.accounting.accounts import Books, account
 from elastic.observe.metrics import live_numbers
@@ -307,10 +308,12 @@ def test_a_driver_that_takes_over_reads_on_from_what_was_kept(
     assert read == ([] if not harm else [entry for line in given[:9] for entry in line.events])
 
 
+@pytest.mark.parametrize("harm", ["", "altered", "gone"])
 def test_a_driver_on_another_machine_reads_on_from_what_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run in object storage: the host that drove it before may be gone with its disk."""
+    """Of a run in object storage: the host that drove it before may be gone with its disk, or be
+    one that this one has followed already."""
     monkeypatch.setattr(live_numbers, "KEPT_EVERY_S", 0.0)
     bucket, told = Remote(tmp_path / "bucket"), list[Sequence[Sample]]()
     earlier, take = list[Line](), LiveNumbers._take
@@ -321,8 +324,12 @@ def test_a_driver_on_another_machine_reads_on_from_what_was_kept(
 
     monkeypatch.setattr(LiveNumbers, "_take", noted)
     given = lines()
-    later = [replace(line, epoch=2) for line in given[9:]]
-    for machine, before, new in (("a", [], given[:9]), ("b", given[5:9], later)):
+    parts = [
+        [replace(line, epoch=epoch) for line in given[first:last]]
+        for epoch, first, last in ((1, 0, 5), (2, 5, 9), (3, 9, len(given)))
+    ]
+    for machine, before, new in zip("aba", ([], parts[0], parts[1]), parts, strict=True):
+        assert not earlier
         place = RunFolder(bucket, tmp_path / machine)
         journal = place.open_journal(new[0].epoch, place.take_over()[1])
         live = LiveNumbers(place, [lambda run, samples: told.append(samples)])
@@ -330,11 +337,60 @@ def test_a_driver_on_another_machine_reads_on_from_what_was_kept(
             journal.append(line.at_s, line.events, line.decision)
             live.hear(line)
         journal.close()
+        if harm and new is parts[2]:
+            kept = bucket.get(live_numbers.KEPT)
+            bucket.delete(live_numbers.KEPT)
+            if harm == "altered":
+                bucket.put(live_numbers.KEPT, kept.replace(b'"tokens":', b'"tokens":1', 1))
         live.start(before, new[0].epoch)
         live.close()
         assert bucket.exists(live_numbers.KEPT)
     assert values(told[-1]) == values(numbers(given).samples())
-    assert not earlier
+    read = [entry for line in earlier for entry in line.events]
+    assert read == ([entry for line in parts[1] for entry in line.events] if harm else [])
+
+
+def test_a_driver_that_has_kept_nothing_leaves_what_is_stored(tmp_path: Path) -> None:
+    """What lies on its machine may be older."""
+    bucket = Remote(tmp_path / "bucket")
+    bucket.put(live_numbers.KEPT, b"of another machine, and of other code")
+    place = RunFolder(bucket, tmp_path / "a")
+    place.folder.mkdir()
+    (place.folder / live_numbers.KEPT).write_bytes(b"older")
+    live = LiveNumbers(place, ())
+    live.start(lines()[:1], 2)
+    live.close()
+    assert bucket.get(live_numbers.KEPT) == b"of another machine, and of other code"
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_storage_is_asked_nothing_while_it_is_away(
+    back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread would wait for it, and tell nothing meanwhile."""
+    monkeypatch.setattr(live_numbers, "KEPT_EVERY_S", 0.0)
+    bucket, given = Remote(tmp_path / "bucket"), lines()
+    place = RunFolder(bucket, tmp_path / "a")
+    given[2:2] = [tick(0.2, StorageSeen(False, "timeout", T0))]
+    if back:
+        given += [tick(at_s, StorageSeen(True, "", T0)) for at_s in (900.0, 901.0)]
+    journal = place.open_journal(1, place.take_over()[1])
+    live, away, look = LiveNumbers(place, ()), list[bool](), JournalGrowth.look
+
+    def noted(self: JournalGrowth) -> Iterator[Line]:
+        away.append(live._numbers.state.away is not None)
+        return look(self)
+
+    monkeypatch.setattr(JournalGrowth, "look", noted)
+    for line in given:
+        journal.append(line.at_s, line.events, line.decision)
+        live.hear(line)
+    journal.close()
+    live.start((), 1)
+    live.close()
+    assert away == [False] * (4 if back else 3)
+    assert (place.folder / live_numbers.KEPT).is_file()
+    assert bucket.exists(live_numbers.KEPT) is back
 
 
 def test_who_raises_is_told_no_more_and_who_hangs_holds_nobody_up(
