@@ -70,7 +70,9 @@ def bound_s(state: State, wish: StopWish, now_s: float) -> float:
     if (stop_refused(state) and not wish.limit) or _takes_its_time(state, wish):
         until_s = max(until_s, wish.at_s + state.job.orphan_lease_s)
     if _takes_its_time(state, wish):
-        until_s = max(until_s, state.busy_at_s + LAST_COPY_LEAST_S)
+        # what is written is still hashed and committed, of which nobody tells
+        most_s = max(LAST_COPY_LEAST_S, state.job.orphan_lease_s)
+        until_s = max(until_s, state.busy_at_s + most_s)
     spent_s = hard_limits.spent_at_s(state, now_s) if _heeds_limits(state, wish) else math.inf
     return min(until_s, max(wish.at_s, spent_s))
 

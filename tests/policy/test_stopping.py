@@ -193,8 +193,10 @@ def test_it_waits_for_one_that_is_being_written_and_not_for_ever() -> None:
     assert plan is not None
     for _ in range(16):
         story.tick(Progress(plan.ranks[0], plan.generation, "saving"), after_s=60.0)
-    assert story.state.phase == "running"
-    story.tick(after_s=121.0)
+    for after_s in (121.0, 778.0):  # all of it is written, and hashed and committed
+        story.tick(after_s=after_s)
+        assert story.state.phase == "running"
+    story.tick(after_s=2.0)
     assert stopped(story).outcome == "stopped" and story.state.saved_step == 0
 
 
