@@ -299,6 +299,21 @@ def test_a_disk_that_runs_full_while_writing(
     assert isinstance(on.wait(3)[2], ShardStored)
 
 
+def test_an_error_that_nobody_has_foreseen_is_told_with_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what nobody writes any more is waited for."""
+
+    def fails(*arguments: Any, **named: Any) -> int:
+        raise RuntimeError("CUDA error: an illegal\nmemory access")
+
+    on = Rank(tmp_path, four(Layout()), 0)
+    monkeypatch.setattr(checkpoint_saver.checkpoint_writer, "write_shard", fails)
+    on.save(10)
+    why = "rank 0: RuntimeError: CUDA error: an illegal memory access"
+    assert on.wait(1) == [CopyFailed(1, 10, why, rank=0)]
+
+
 def test_a_quota_is_kept(tmp_path: Path) -> None:
     plan = four(Layout())
     on = Rank(tmp_path, plan, 0, storage_quota_gb=10e-6)
