@@ -442,6 +442,22 @@ def test_nobody_is_asked_for_parts_of_a_copy_that_a_later_generation_has_made_wh
     assert len(done) == 1 and gather.late(1000.0) == []
 
 
+@pytest.mark.parametrize("step", [9, 10])
+def test_a_late_part_of_an_aborted_generation_leaves_what_the_next_one_writes_alone(
+    step: int,
+) -> None:
+    done: list[CheckpointParts] = []
+    gather = gathering(done.append)
+    for rank in range(3):
+        gather.add(ME, part(rank))
+    gather.expect(replace(four(Layout(dp_shard=4)), generation=2))
+    told = [gather.add(ME, replace(part(rank, step), generation=2)) for rank in range(3)]
+    told.append(gather.add(ME, part(3)))
+    told.append(gather.add(ME, replace(part(3, step), generation=2)))
+    assert told == [[]] * 5
+    assert [(parts.plan.generation, parts.step) for parts in done] == [(1, 10), (2, step)]
+
+
 def test_a_copy_fails_once_and_its_parts_are_forgotten() -> None:
     gather = gathering(lambda parts: pytest.fail("it is not whole"))
     for rank in range(3):
