@@ -40,9 +40,13 @@ def add(verbs: Any) -> None:
         "--supervise",
         "start a driver again that was killed or has lost its run; needs --run-name",
     )
-    # what --supervise starts
-    option(made, "--supervised", argparse.SUPPRESS)
-    option(made, "--started-again", argparse.SUPPRESS)
+    option(
+        made,
+        "--started-again",
+        "of a command that is begun again by itself (a RayJob's): what `elastic stop` asked for "
+        "stands",
+    )
+    option(made, "--supervised", argparse.SUPPRESS)  # what --supervise starts
     option(
         made,
         "--local",

@@ -108,6 +108,9 @@ def _decided(state: State, now_s: float) -> Decision:
         found = together(found, Decision(wake_at_s=stopping.look_again_s(state, wish, now_s)))
     elif state.stop:
         found = stopping.put_off(state, state.stop, found)
+    elif state.awaits_last and state.rest_steps <= 0:
+        times = [at_s for at_s in hard_limits.wakes(state, now_s) if at_s > now_s]
+        found = together(found, Decision(wake_at_s=min(times, default=None)))
     if wish or state.stop or (state.phase == "running" and state.rest_steps <= 0):
         return together(found, wound_up(state, now_s, taken, mends=not wish and bool(state.stop)))
     found = found if state.away else together(found, retention(state))

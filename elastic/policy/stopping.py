@@ -65,13 +65,20 @@ def stop_wish(state: State, now_s: float) -> StopWish | None:
 def bound_s(state: State, wish: StopWish, now_s: float) -> float:
     """Until when a wish to stop waits for its checkpoint: a person's for `orphan_lease_s` where
     storage refuses it or it is not stored yet, longer while ranks write it, and no longer than the
-    budget lasts."""
+    budget lasts. What all steps have made has its time behind the deadline, too."""
     until_s = wish.at_s + hard_limits.stop_most_s(state)
     if (stop_refused(state) and not wish.limit) or _takes_its_time(state, wish):
         until_s = max(until_s, wish.at_s + state.job.orphan_lease_s)
     if _takes_its_time(state, wish):
-        until_s = max(until_s, state.busy_at_s + LAST_COPY_LEAST_S)
-    spent_s = hard_limits.spent_at_s(state, now_s) if _heeds_limits(state, wish) else math.inf
+        # what is written is still hashed and committed, of which nobody tells
+        most_s = max(LAST_COPY_LEAST_S, state.job.orphan_lease_s)
+        until_s = max(until_s, state.busy_at_s + most_s)
+    late_s = _late_until_s(state, now_s)
+    if wish.limit and late_s is not None:
+        until_s = max(until_s, late_s)
+    spent_s = (
+        hard_limits.spent_at_s(state, now_s) if _heeds_limits(state, wish, now_s) else math.inf
+    )
     return min(until_s, max(wish.at_s, spent_s))
 
 
@@ -80,10 +87,18 @@ def _takes_its_time(state: State, wish: StopWish) -> bool:
     return not wish.limit and hard_limits.awaits_save(state)
 
 
-def _heeds_limits(state: State, wish: StopWish) -> bool:
+def _late_until_s(state: State, now_s: float) -> float | None:
+    """Until when the checkpoint of the last step is waited for though the deadline is over."""
+    end_s = hard_limits.deadline_s(state)
+    late = end_s is not None and now_s >= end_s and hard_limits.owes_last(state)
+    return end_s + _slow_save_s(state) if late and end_s is not None else None
+
+
+def _heeds_limits(state: State, wish: StopWish, now_s: float) -> bool:
     """Budget and deadline end the wait."""
     refused = state.saves_again and state.copy_failed is not None
-    return refused or _takes_its_time(state, wish)
+    late = _late_until_s(state, now_s) is not None
+    return refused or late or _takes_its_time(state, wish)
 
 
 def look_again_s(state: State, wish: StopWish, now_s: float) -> float | None:
@@ -91,7 +106,7 @@ def look_again_s(state: State, wish: StopWish, now_s: float) -> float | None:
     if state.away and not wish.limit:
         return None
     until_s = bound_s(state, wish, now_s)
-    if not _heeds_limits(state, wish):
+    if not _heeds_limits(state, wish, now_s):
         return until_s
     times = [until_s, *([] if wish.limit else hard_limits.wakes(state, now_s))]
     return min((at_s for at_s in times if at_s > now_s), default=None)
@@ -263,8 +278,12 @@ def _last_copy_most_s(state: State) -> float:
     parts."""
     if not state.awaits_last:
         return LAST_COPY_LEAST_S
-    most_s = max(LAST_COPY_LEAST_S, SLOW_SAVE * hard_limits.stored_s(state))
+    most_s = _slow_save_s(state)
     return max(most_s, state.job.orphan_lease_s) if _heard_all(state) else most_s
+
+
+def _slow_save_s(state: State) -> float:
+    return max(LAST_COPY_LEAST_S, SLOW_SAVE * hard_limits.stored_s(state))
 
 
 def _heard_all(state: State) -> bool:

@@ -3,6 +3,7 @@ without a cloud or Docker."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -20,6 +21,8 @@ from support.places import ROOT
 from support.policies import allows
 
 from elastic import api
+from elastic.api.running.supervise import command_of
+from elastic.cli import run_command
 from elastic.config.clusters import load_cluster
 
 DEPLOY = ROOT / "deploy"
@@ -232,6 +235,14 @@ def test_a_mistake_in_a_manifest_is_one_line(
     ).lines()
 
 
+def run_starts(words: list[str]) -> list[bool]:
+    """Of the first and of each later driver that the command starts: has no person started it?"""
+    made = argparse.ArgumentParser()
+    run_command.add(made.add_subparsers())
+    starts = (command_of(words, again=again)[3:] for again in (False, True))
+    return [made.parse_args(start).started_again for start in starts]
+
+
 def test_both_manifests_describe_the_same_cluster() -> None:
     cluster = yaml.safe_load((DEPLOY / "kubernetes" / "raycluster.yaml").read_text())["spec"]
     job = yaml.safe_load((DEPLOY / "kubernetes" / "rayjob.yaml").read_text())["spec"]
@@ -252,6 +263,8 @@ def test_both_manifests_describe_the_same_cluster() -> None:
     words = job["entrypoint"].split()
     # a program's error is not paid for once more by backoffLimit
     assert {"--supervise", "--run-name"} <= set(words)
+    # nor is a stop forgotten on the next cluster
+    assert "--started-again" in words and run_starts(words[1:]) == [True, True]
     for pod in pods:
         (container,) = pod["containers"]
         security, mounts = (

@@ -29,6 +29,7 @@ from elastic.types import (
     StepDone,
     Stop,
     StopAsked,
+    StorageSeen,
     WorkerFailed,
     WorkerId,
 )
@@ -75,10 +76,11 @@ def test_what_comes_after_the_last_step_may_take_its_time_while_it_gets_on() -> 
     assert orders(story.tick(after_s=2), Abort)
 
 
-def done_and_unsaved() -> Story:
+def done_and_unsaved(**changes: Any) -> Story:
     """All steps are done, and nothing is heard of the checkpoint of the last one."""
-    story = Story(steps=4, peer_every=1)
-    story.state = replace(story.state, awaits_last=True, waits_to_save=True)
+    story = Story(steps=4, peer_every=1, **changes)
+    known = dict.fromkeys(("waits_to_save", "saves_again", "spends_slack", "ends_undone"), True)
+    story.state = replace(story.state, awaits_last=True, **known)
     story.running("a", "b", steps=4)
     return story
 
@@ -131,6 +133,57 @@ def test_what_was_told_to_a_driver_that_is_gone_is_not_waited_for_as_long() -> N
     story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})
     story.entered()
     assert not orders(story.tick(after_s=600.0), Abort), "of this one it hears all"
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize(("durable_s", "end_s"), [(0.0, 480.0), (100.0, 660.0)])
+def test_the_deadline_leaves_it_the_time_of_a_slow_checkpoint(
+    durable_s: float, end_s: float, writes: bool
+) -> None:
+    """Six minutes, and then two more, or three times what one took."""
+    story = done_and_unsaved(deadline_h=0.1)
+    story.state = replace(story.state, durable_s=durable_s)
+    plan = story.state.plan
+    assert plan is not None
+    while story.state.phase == "running":
+        wake_at_s = story.decisions[-1].wake_at_s
+        assert wake_at_s is not None and story.now_s < 700.0, "nobody else would look"
+        said = (Progress(plan.ranks[0], plan.generation, "saving"),) if writes else ()
+        story.tick(*said, after_s=max(0.1, min(30.0, wake_at_s - story.now_s)))
+    assert story.now_s == pytest.approx(end_s, abs=0.5) and story.state.saved_step == 0
+    assert stopped(story).outcome == "stopped"
+    assert "the deadline of 0.1 h is over at step 4 of 4" in stopped(story).reason
+
+
+def test_one_that_is_stored_just_behind_the_deadline_is_no_less_the_last_one() -> None:
+    story = done_and_unsaved(deadline_h=0.1)
+    story.tick(after_s=470.0 - story.now_s)
+    story.tick(durable(story, 4))
+    assert stopped(story).outcome == "succeeded"
+
+
+@pytest.mark.parametrize("how", ["storage is away", "storage refuses it", "memory alone holds it"])
+def test_the_deadline_ends_the_wait_for_what_is_not_written(how: str) -> None:
+    story = done_and_unsaved(deadline_h=0.1, min_workers=2)
+    plan = story.state.plan
+    assert plan is not None
+    match how:
+        case "storage is away":
+            story.tick(StorageSeen(False, "it does not answer", story.now_s))
+        case "storage refuses it":
+            story.tick(after_s=200.0)
+        case "memory alone holds it":
+            story.tick(NodeLost("b"))
+            story.quiesced(plan, {"a": [(0, 4, "peer"), (1, 4, "peer")]})
+            assert story.state.phase == "waiting"
+    while story.state.phase != "stopped":
+        assert story.now_s < 485.0
+        if how == "storage refuses it":
+            refuse(story)
+            again(story)
+        else:
+            story.tick(after_s=10.0)
+    assert story.now_s > 359.0 and "the deadline of 0.1 h is over" in stopped(story).reason
 
 
 @pytest.mark.parametrize(("done", "outcome"), [(False, "stopped"), (True, "succeeded")])
@@ -193,8 +246,10 @@ def test_it_waits_for_one_that_is_being_written_and_not_for_ever() -> None:
     assert plan is not None
     for _ in range(16):
         story.tick(Progress(plan.ranks[0], plan.generation, "saving"), after_s=60.0)
-    assert story.state.phase == "running"
-    story.tick(after_s=121.0)
+    for after_s in (121.0, 778.0):  # all of it is written, and hashed and committed
+        story.tick(after_s=after_s)
+        assert story.state.phase == "running"
+    story.tick(after_s=2.0)
     assert stopped(story).outcome == "stopped" and story.state.saved_step == 0
 
 
@@ -254,7 +309,8 @@ def again(story: Story) -> bool:
         if story.state.phase == "stopped":
             return False
         if story.state.phase == "running" and story.state.plan is not plan:
-            assert orders(decision, Quiesce), "it does no more than save"
+            more = story.state.step < story.state.steps
+            assert orders(decision, Quiesce) or not more, "it does no more than save"
             return True
         if orders(decision, Abort):
             story.quiesced(plan, {"a": [(0, 4, "live")], "b": [(1, 4, "live")]})

@@ -236,15 +236,21 @@ class AutoscalerNodes(ClusterNodes):
             if ray_id not in ours and (event := self._take(alive.get(ray_id), pool))
         ]
         coming = self._coming(report)
-        self._answered(report, current, coming=coming, events=events)
+        events += self._answered(report, current, alive, coming=coming)
         self._tell()
         return [*events, *self._instances(report, coming, alive)]
 
     def _answered(
-        self, report: AutoscalerReport, current: bool, *, coming: Counter[str], events: list[Event]
-    ) -> None:
+        self,
+        report: AutoscalerReport,
+        current: bool,
+        alive: Mapping[str, RayNode],
+        *,
+        coming: Counter[str],
+    ) -> list[Event]:
         """Requests that have failed, or have got all. What is on its way for one that has failed is
         waited for, and taken."""
+        events: list[Event] = []
         left, standing = Counter(coming), [one for one in self._open if not one.told]
         newest = {one.pool: one for one in standing}
         for asked in list(self._open):
@@ -260,6 +266,7 @@ class AutoscalerNodes(ClusterNodes):
                 failed = failed and asked is newest[asked.pool]
                 why = self._why_failed(asked, report, impossible, failed=failed, late=late)
             if why:
+                why += self._kept_out(asked.pool, alive, time.monotonic())
                 events.append(RequestFailed(asked.pool, asked.request_id, why))
                 asked.told = True
             if asked.told:
@@ -268,6 +275,7 @@ class AutoscalerNodes(ClusterNodes):
                 self._open.remove(asked)
         for one in self._open:  # a failed launch is that of the pool's newest request
             one.failed_before = report.failed.get(one.pool, 0)
+        return events
 
     def _coming(self, report: AutoscalerReport) -> Counter[str]:
         """Instances by pool that are on their way, those included that have joined and are not

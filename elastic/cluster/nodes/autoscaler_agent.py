@@ -187,7 +187,8 @@ class AutoscalerAgent:
             heard = self._heard
             kinds = {pool.name: type_of(pool, self._types or {}) for pool in self._pools.values()}
             least = {name: kind.least for name, kind in kinds.items() if kind is not None}
-            wanted = self._demand.wanted(seen, now_s)
+            most = {name: kind.most for name, kind in kinds.items() if kind is not None}
+            wanted = self._demand.wanted(seen, now_s, most)
             drain = self._demand.to_drain(seen, least)
             overdue = [run.order.namespace for run in self._demand.overdue(now_s)]
             self._demand.forget_gone()

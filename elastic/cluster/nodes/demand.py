@@ -159,10 +159,13 @@ class Demand:
         for node in nodes:
             self.leaving.setdefault(node, now_s)
 
-    def wanted(self, nodes: Mapping[str, SeenNode], now_s: float) -> Counter[str]:
+    def wanted(
+        self, nodes: Mapping[str, SeenNode], now_s: float, most: Mapping[str, int] | None = None
+    ) -> Counter[str]:
         """How many nodes of each pool the cluster is to have for us; those that it gives up do not
         count. One that a run which waits is not given counts too: to the cluster it would be the
-        node that is waited for."""
+        node that is waited for; but no more than `most` nodes of a pool, where that is known: a
+        cluster that cannot have all that is asked of it starts nothing."""
         total: Counter[str] = Counter()
         taken = {node for run in self.runs.values() for node in run.given} | set(self.leaving)
         beside: set[str] = set()
@@ -181,7 +184,9 @@ class Demand:
                     and not nodes[n].draining
                     and run.waits(now_s).get(nodes[n].pool, 0) > 0
                 }
-        total.update(nodes[n].pool for n in beside)
+        for pool, n in Counter(nodes[name].pool for name in beside).items():
+            room = (most or {}).get(pool, 0)
+            total[pool] += max(0, min(n, room - total[pool])) if room else n
         return total
 
     def coming(

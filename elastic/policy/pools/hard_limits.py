@@ -109,7 +109,9 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
     end_s = deadline_s(state)
     if end_s is None or at_s < end_s - save_s(state):
         return None
-    if state.steps and state.step >= state.steps and not (state.ends_undone and _undone(state)):
+    all_done = state.steps and state.step >= state.steps
+    late = at_s >= end_s and owes_last(state)
+    if all_done and not late and not (state.ends_undone and _undone(state)):
         return None
     left = state.rest_work
     if state.phase == "running" and state.step_time_s and at_s + left * step_s(state) < end_s:
@@ -117,8 +119,14 @@ def _by_deadline(state: State, at_s: float) -> StopWish | None:
     # a script's steps are its own
     where = f" at step {state.step} of {state.steps}" if state.steps else ""
     # not the moment of each look: what waits for a copy would wait anew
-    due_s = end_s - save_s(state) if state.spends_slack else at_s
+    kept_s = 0.0 if owes_last(state) else save_s(state)
+    due_s = end_s - kept_s if state.spends_slack else at_s
     return StopWish(f"the deadline of {state.job.deadline_h:g} h is over{where}", due_s, limit=True)
+
+
+def owes_last(state: State) -> bool:
+    """All steps are done, and the checkpoint of the last one is all that is missing."""
+    return state.awaits_last and state.saved_step < state.steps <= state.step
 
 
 def _undone(state: State) -> bool:

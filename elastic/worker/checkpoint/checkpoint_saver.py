@@ -213,7 +213,7 @@ class Saving:
     def _guarded(self, of: CheckpointPart, write: Callable[[], None]) -> None:
         try:
             write()
-        except (OSError, ElasticError) as error:
+        except Exception as error:  # noqa: BLE001 - the boundary of this thread: the run must hear of it
             why = f"rank {of.rank}: {_said(error)}"
             self.place.report(CopyFailed(of.plan.generation, of.step, why, rank=of.rank))
 
@@ -276,7 +276,11 @@ def state_bytes(profile: ModelProfile) -> int:
 
 
 def _said(error: Exception) -> str:
-    """OSError without its class: `No space left on device: /shared/...`."""
+    """OSError without its class: `No space left on device: /shared/...`; with it what nobody has
+    foreseen."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
-    return " ".join(str(error).split()) or type(error).__name__
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    if isinstance(error, OSError | ElasticError):
+        return text or kind
+    return f"{kind}: {text}" if text else kind

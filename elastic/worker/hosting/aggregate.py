@@ -183,7 +183,11 @@ class Gather:
         if len(parts.stored) == len(plan.ranks):
             del self._copies[key]
             self._ended.append(key)
-            dropped = [known for known in self._copies if known[1] <= event.step]  # no use any more
+            dropped = [  # no use any more; what a later generation writes is
+                known
+                for known in self._copies
+                if known[1] <= event.step and known[0] <= event.generation
+            ]
             self.complete(parts)
         return [
             why

@@ -193,6 +193,28 @@ def test_a_quarantined_node_that_the_cluster_keeps_is_not_had_before_its_time(
     assert set(nodes._ours) == {"spot-a", "spot-b"}
 
 
+def test_where_the_cluster_has_all_that_it_may_have_the_quarantined_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With another one beside it the cluster could not have what is asked of it for all runs and
+    pools together, and would start nothing."""
+    clock, demand = Clock(monkeypatch), Demand()
+    seen = {"a": SeenNode("spot"), "b": SeenNode("spot"), "c": SeenNode("safe")}
+    order = DemandReport("r", 1, (SPOT,), 1000.0, {"spot": 1, "safe": 1}, out=frozenset("abc"))
+    assert demand.hear(order, clock.now_s)
+    most = {"spot": 2, "safe": 4}
+    assert demand.wanted(seen, clock.now_s, most) == {"spot": 2, "safe": 2}
+    assert demand.wanted(seen, clock.now_s, {}) == {"spot": 3, "safe": 2}
+    nodes = nodes_of({"now": AutoscalerReport()})
+    nodes._out_until_s["a"] = clock.now_s + 1000.0
+    nodes.request("spot", 1, "r1")
+    assert nodes.news({"a": node_of("a")}) == []
+    clock.now_s += nodes.launch_most_s + 1
+    (failed,) = nodes.news({"a": node_of("a")})
+    assert isinstance(failed, RequestFailed) and "no capacity" in failed.reason
+    assert "; 1 node of it quarantined, the first one for another 13:" in failed.reason
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_request_of_a_full_pool_waits_for_the_nodes_that_leave_it(
     monkeypatch: pytest.MonkeyPatch, leaves: bool

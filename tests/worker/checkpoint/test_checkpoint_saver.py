@@ -299,6 +299,21 @@ def test_a_disk_that_runs_full_while_writing(
     assert isinstance(on.wait(3)[2], ShardStored)
 
 
+def test_an_error_that_nobody_has_foreseen_is_told_with_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what nobody writes any more is waited for."""
+
+    def fails(*arguments: Any, **named: Any) -> int:
+        raise RuntimeError("CUDA error: an illegal\nmemory access")
+
+    on = Rank(tmp_path, four(Layout()), 0)
+    monkeypatch.setattr(checkpoint_saver.checkpoint_writer, "write_shard", fails)
+    on.save(10)
+    why = "rank 0: RuntimeError: CUDA error: an illegal memory access"
+    assert on.wait(1) == [CopyFailed(1, 10, why, rank=0)]
+
+
 def test_a_quota_is_kept(tmp_path: Path) -> None:
     plan = four(Layout())
     on = Rank(tmp_path, plan, 0, storage_quota_gb=10e-6)
@@ -425,6 +440,22 @@ def test_nobody_is_asked_for_parts_of_a_copy_that_a_later_generation_has_made_wh
     for rank in range(4):
         gather.add(ME, replace(part(rank), generation=part(0).generation + 1))
     assert len(done) == 1 and gather.late(1000.0) == []
+
+
+@pytest.mark.parametrize("step", [9, 10])
+def test_a_late_part_of_an_aborted_generation_leaves_what_the_next_one_writes_alone(
+    step: int,
+) -> None:
+    done: list[CheckpointParts] = []
+    gather = gathering(done.append)
+    for rank in range(3):
+        gather.add(ME, part(rank))
+    gather.expect(replace(four(Layout(dp_shard=4)), generation=2))
+    told = [gather.add(ME, replace(part(rank, step), generation=2)) for rank in range(3)]
+    told.append(gather.add(ME, part(3)))
+    told.append(gather.add(ME, replace(part(3, step), generation=2)))
+    assert told == [[]] * 5
+    assert [(parts.plan.generation, parts.step) for parts in done] == [(1, 10), (2, step)]
 
 
 def test_a_copy_fails_once_and_its_parts_are_forgotten() -> None:
