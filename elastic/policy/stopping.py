@@ -48,8 +48,19 @@ def stop_kept(state: State, event: DriverStarted, at_s: float) -> StopWish | Non
     wish = state.stop
     if wish is None or not (event.keeps_stop and event.supervised) or state.phase in ENDED:
         return None
-    other = wish.limit or wish.reason.startswith(SIGNAL) or (wish.done and not event.attached)
+    other = not of_a_person(wish) or (wish.done and not event.attached)
     return None if other else replace(wish, at_s=at_s)
+
+
+def of_a_person(wish: StopWish) -> bool:
+    """Neither a limit's nor a signal's to one process."""
+    return not wish.limit and not wish.reason.startswith(SIGNAL)
+
+
+def stopped_by_a_person(state: State | None) -> str:
+    """Why; '' = the run has not stopped, or nobody had asked it to."""
+    wish = state.stop if state is not None and state.phase == "stopped" else None
+    return wish.reason if wish is not None and of_a_person(wish) and not wish.done else ""
 
 
 def stop_wish(state: State, now_s: float) -> StopWish | None:

@@ -10,6 +10,7 @@ from support.policy.story import Story, durable, orders, plan_of, stopped
 
 from elastic.policy.pools.hard_limits import save_s, wish
 from elastic.policy.state.state import StopWish
+from elastic.policy.stopping import stopped_by_a_person
 from elastic.types import (
     Abort,
     Copy,
@@ -538,6 +539,7 @@ def test_a_run_that_has_stopped_may_be_started_again() -> None:
     story = Story()
     story.tick(StopAsked("enough"))
     assert stopped(story).outcome == "stopped"
+    assert stopped_by_a_person(story.state) == "enough"
     story.tick(next_driver(story, attached=False))
     assert story.state.stop is None and story.state.phase == "waiting"
 

@@ -19,9 +19,10 @@ from elastic.errors import RunDone, SpecError
 from elastic.ledger.journal import Line
 from elastic.policy.restarts import never_met
 from elastic.policy.state.fold import State
+from elastic.policy.stopping import stopped_by_a_person
 from elastic.program import Program
 from elastic.types import DriverStarted, ModelProfile
-from elastic.worker.hosting.resume_checks import check_not_failed, warn_of_clock
+from elastic.worker.hosting.resume_checks import check_not_failed, check_not_stopped, warn_of_clock
 
 KEYS = (
     "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "head_usd_per_h",
@@ -98,6 +99,8 @@ class _ScriptRun(JobRun):
     ) -> DriverStarted:
         if self.options.supervised and not self.options.allow_changed:
             check_not_failed(self.name, failed_by_itself(before))
+        if self.options.started_again:
+            check_not_stopped(self.name, stopped_by_a_person(state))
         if self.options.show:
             said = RESTARTED.format(file=self.file.name)
             print(f"run {self.name}: {said}", file=self._out(), flush=True)

@@ -46,6 +46,7 @@ from elastic.observe.logs import traceback_of
 from elastic.observe.reporting import report
 from elastic.observe.terminal import Terminal, start_line
 from elastic.policy.state.fold import ENDED, State
+from elastic.policy.stopping import stopped_by_a_person
 from elastic.program import Program, load_program
 from elastic.storage import Storage, open_storage
 from elastic.text import printable, program_output
@@ -59,6 +60,7 @@ from elastic.worker.hosting.resume_checks import (
     check_loss,
     check_not_done,
     check_not_failed,
+    check_not_stopped,
     check_same,
     found_copies,
     taken,
@@ -330,6 +332,8 @@ class JobRun:
         check_same(before, start, found.meta, allow_changed=self._may_change(state))
         if self.options.supervised and not self.options.allow_changed:
             check_not_failed(self.name, state.fatal if failed and state is not None else "")
+        if self.options.started_again:
+            check_not_stopped(self.name, stopped_by_a_person(state))
 
     def _say_resumed(self, start: DriverStarted, state: State | None) -> None:
         from elastic.cluster.backend.drills import carried_out

@@ -389,6 +389,16 @@ def check_not_failed(run: str, fatal: str) -> None:
         )
 
 
+def check_not_stopped(run: str, reason: str) -> None:
+    """Raises SpecError where a person has stopped the run (`reason`): what begins commands again by
+    itself would train on, and pay for it, where nobody wants that."""
+    if reason:
+        raise SpecError(
+            f"run '{run}' was stopped: {reason}; it trains on once somebody starts it without "
+            "--started-again"
+        )
+
+
 def _check_same_model(run: str, old: ModelProfile, new: ModelProfile) -> None:
     was, now = ({spec.fqn: spec.shape for spec in model.specs} for model in (old, new))
     for fqn in {**was, **now}:

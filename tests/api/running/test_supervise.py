@@ -6,17 +6,26 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.api.tiny_job import prepared
 from support.child import child
-from support.places import ROOT
+from support.places import PROGRAMS, ROOT
 from support.waiting import until
 
+from elastic.api import Options
 from elastic.api.running import supervise
+from elastic.api.running.restarted_script import FILLED, _ScriptRun
 from elastic.api.running.supervise import command_of, supervised
 from elastic.cli.command_line import main
+from elastic.config.job import job_of
+from elastic.errors import SpecError
+from elastic.ledger.journal import Line
+from elastic.policy.state.fold import State, fold
+from elastic.types import DriverStarted, ModelProfile, StopAsked
 
 # Ends as the words say, one word for each start: an exit code, or the number of a signal with a
 # minus.
@@ -141,3 +150,53 @@ def test_a_run_that_has_no_name_is_refused(
         main(["run", str(tmp_path), "--supervise"])
     assert ended.value.code == 2
     assert "--supervise needs --run-name NAME" in capsys.readouterr().err
+
+
+STOPPED = (
+    r"run 'r' was stopped: enough; it trains on once somebody starts it without --started-again"
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        (StopAsked("enough"), True),
+        (StopAsked("signal SIGTERM"), False),
+        (StopAsked("all is trained", done=True), False),
+    ],
+    ids=["a person", "a signal to one process", "the script itself"],
+)
+def test_what_a_person_has_stopped_is_not_begun_again_by_itself(
+    folder: Path, asked: StopAsked, refused: bool
+) -> None:
+    """As by the backoffLimit of a RayJob, to which a stopped run is one that failed."""
+    (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text())
+    typed, again = (
+        prepared(folder, run_name="r", supervised=True, started_again=again)
+        for again in (False, True)
+    )
+    begun = typed._start(1, [])
+    before = [Line(0.0, 1, ((0.0, begun),))]
+    stopped = replace(fold(fold(State(), begun, 0.0), asked, 1.0), phase="stopped")
+    assert typed._start(2, before, stopped).epoch == 2
+    assert again._start(2, before, replace(stopped, phase="running")).epoch == 2
+    if not refused:
+        assert again._start(2, before, stopped).epoch == 2
+        return
+    with pytest.raises(SpecError, match=STOPPED):
+        again._start(2, before, stopped)
+
+
+def test_nor_is_a_script_that_is_restarted(folder: Path) -> None:
+    file = folder / "train.py"
+    file.write_text("print('step 1: loss 1.0')")
+    spec = job_of({"name": "tiny", **FILLED}, file, "--set")
+    job = {"script": str(file), "args": [], "restarted": True}
+    begun = DriverStarted("r", 1, job, (), ModelProfile(0, 0, ()))
+    before = [Line(0.0, 1, ((0.0, begun),))]
+    stopped = replace(fold(fold(State(), begun, 0.0), StopAsked("enough"), 1.0), phase="stopped")
+    options = Options(run_name="r", supervised=True)
+    assert _ScriptRun(file, (), spec, options=options)._start(2, before, stopped).epoch == 2
+    run = _ScriptRun(file, (), spec, options=replace(options, started_again=True))
+    with pytest.raises(SpecError, match=STOPPED):
+        run._start(2, before, stopped)
