@@ -3,6 +3,7 @@ go where the state goes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -67,15 +68,22 @@ def test_a_script_s_counts_go_through_a_loss_and_a_resume(pool: Pool, tmp_path: 
     workers, first = start(pool, job, tmp_path, Layout(dp_shard=3))
     try:
         pool.kill(workers[2])
-        second = recover(pool, first, Layout(dp_shard=2), workers[:2], workers[:2], durable_every=4)
-        pool.wait(lambda: sum(e.step == 8 for e in pool.events(ShardStored, 2)) == 2, "step 8")
+        second = recover(pool, first, Layout(dp_shard=2), workers[:2], workers[:2], durable_every=2)
+
+        def stored() -> int:
+            """The first step that both have stored; how far the first three came is chance."""
+            found = Counter(e.step for e in pool.events(ShardStored, 2))
+            return min((step for step, n in found.items() if n == 2), default=0)
+
+        pool.wait(lambda: stored() > 0, "a checkpoint")
     finally:
         pool.revive()
     losses = {e.step: e.train_loss for e in pool.events(StepDone)}
     storage = open_storage(str(tmp_path))
-    uri = checkpoint_writer.commit(storage, 8, 2, world_size=2, epoch=1, meta={})
+    step = stored()
+    uri = checkpoint_writer.commit(storage, step, 2, world_size=2, epoch=1, meta={})
     workers = pool.open(job, tmp_path)  # forgets all that was held
-    pool.enter(plan(3, Layout(dp_shard=3), workers, 12, resume=Resume("durable", 8, uri=uri)))
+    pool.enter(plan(3, Layout(dp_shard=3), workers, 12, resume=Resume("durable", step, uri=uri)))
     pool.quiesced(3, 3)
     losses |= {e.step: e.train_loss for e in pool.events(StepDone, 3)}
     alone = train_alone(load_program(job["program"]), job, job["steps"])
