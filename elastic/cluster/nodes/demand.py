@@ -193,7 +193,7 @@ class Demand:
         self, name: str, instances: Mapping[str, int], types: Mapping[str, str], *, now_s: float
     ) -> dict[str, int]:
         """By pool: how many of the `instances` (by node type) that are on their way are this run's.
-        Each run has those that it still waits for, in the order in which nodes are dealt; what
+        Each run has those that it still waits for, in the order in which nodes are given; what
         nobody waits for is of whoever gave it up. `types`: pool -> node type."""
         left, own = Counter(instances), Counter[str]()
         for namespace, run in self.runs.items():

@@ -98,14 +98,15 @@ def _without_a_most(workers: Sequence[ClusterNodeType]) -> list[Problem]:
 
 
 def _head(config: Mapping[str, Any], place: Place) -> ClusterNodeType:
-    bought_as = _market_of(_pod(config))
+    bought_as = _market_of(pod_of(config))
     return ClusterNodeType(
         "head", place, market_type=bought_as or "owned", bought_as=bought_as, node_config=config,
         head=True,
     )  # fmt: skip
 
 
-def _pod(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def pod_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a group of workers, or of the head."""
     return mapping(mapping(entry.get("template")).get("spec"))
 
 
@@ -130,7 +131,7 @@ def chooses_nodes(pod: Mapping[str, Any]) -> bool:
 
 def _group(entry: Mapping[str, Any], place: Place) -> ClusterNodeType:
     labels = {str(key): str(value) for key, value in mapping(entry.get("labels")).items()}
-    pod = _pod(entry)
+    pod = pod_of(entry)
     selector, bought_as = _selector(pod), _market_of(pod) or "on-demand"
     market = labels.get(MARKET_LABEL)
     return ClusterNodeType(

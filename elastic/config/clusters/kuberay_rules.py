@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic.config.clusters.cluster_file import ClusterNodeType, ClusterSpec, Problem
-from elastic.config.clusters.kuberay import chooses_nodes
+from elastic.config.clusters.kuberay import chooses_nodes, pod_of
 from elastic.config.clusters.kuberay_schema import problems_of_schema
 from elastic.config.strict_model import listed, mapping
 
@@ -51,7 +51,7 @@ def head(spec: ClusterSpec) -> Iterator[Problem]:
     found = spec.head
     if found is None or found.bought_as is not None:
         return
-    pod = mapping(mapping(found.node_config.get("template")).get("spec"))
+    pod = pod_of(found.node_config)
     if any(worker.market_type == "spot" for worker in spec.workers) and not chooses_nodes(pod):
         what = (
             "nothing keeps the head's pod off the spot nodes that are there: a reclaim of its own "
@@ -68,7 +68,7 @@ def head(spec: ClusterSpec) -> Iterator[Problem]:
 
 def pods(spec: ClusterSpec) -> Iterator[Problem]:
     for node_type in spec.node_types:
-        pod = mapping(mapping(node_type.node_config.get("template")).get("spec"))
+        pod = pod_of(node_type.node_config)
         containers = [mapping(container) for container in listed(pod.get("containers"))]
         if not node_type.head:
             yield from _grace(node_type, pod, containers)

@@ -59,8 +59,8 @@ class Records:
         raise NotImplementedError
 
     def kinds(self, names: Sequence[str]) -> dict[str, np.dtype[Any]]:
-        """Of the numbers in these fields, of which every record has the same kind; none for a field
-        whose first value tells none."""
+        """Of the numbers in these fields, as the first record has them; none for a field whose
+        first value tells none."""
         return _with_kinds({}, self.pick(0, names), names)
 
     def where(self, index: int) -> str:
@@ -478,8 +478,8 @@ def _line(error: Exception) -> str:
 
 
 class Columns:
-    """Records of numbers as samples: {column: array}. A column has one dtype, that all records say
-    together. Raises SpecError that names the column that is no tensor.
+    """Records of numbers as samples: {column: array}. A column has one dtype, that of `kinds`.
+    Raises SpecError that names the column that is no tensor.
 
     The length of a sample is that of its first column of lists; all of them are read once per node
     for it.

@@ -268,6 +268,18 @@ def test_a_driver_that_takes_over_counts_on_from_the_whole_journal(tmp_path: Pat
     assert values(told[-1]) == values(numbers(given).samples())
 
 
+def lines_of_earlier(monkeypatch: pytest.MonkeyPatch) -> list[Line]:
+    """Of earlier drivers, as they are read from here on."""
+    earlier, take = list[Line](), LiveNumbers._take
+
+    def noted(self: LiveNumbers, line: Line, live: bool) -> None:
+        earlier.extend([] if live else [line])
+        take(self, line, live)
+
+    monkeypatch.setattr(LiveNumbers, "_take", noted)
+    return earlier
+
+
 @pytest.mark.parametrize("harm", ["", "altered", "another journal", "other code"])
 def test_a_driver_that_takes_over_reads_on_from_what_was_kept(
     harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -276,13 +288,7 @@ def test_a_driver_that_takes_over_reads_on_from_what_was_kept(
     count."""
     monkeypatch.setattr(live_numbers, "KEPT_EVERY_S", 0.0)
     place, told = RunFolder.of(open_storage(tmp_path / "r")), list[Sequence[Sample]]()
-    earlier, take = list[Line](), LiveNumbers._take
-
-    def noted(self: LiveNumbers, line: Line, live: bool) -> None:
-        earlier.extend([] if live else [line])
-        take(self, line, live)
-
-    monkeypatch.setattr(LiveNumbers, "_take", noted)
+    earlier = lines_of_earlier(monkeypatch)
     given = lines()
     later = [replace(line, epoch=2) for line in given[9:]]
     for before, new in (([], given[:9]), (given[5:9], later)):
@@ -316,13 +322,7 @@ def test_a_driver_on_another_machine_reads_on_from_what_was_kept(
     one that this one has followed already."""
     monkeypatch.setattr(live_numbers, "KEPT_EVERY_S", 0.0)
     bucket, told = Remote(tmp_path / "bucket"), list[Sequence[Sample]]()
-    earlier, take = list[Line](), LiveNumbers._take
-
-    def noted(self: LiveNumbers, line: Line, live: bool) -> None:
-        earlier.extend([] if live else [line])
-        take(self, line, live)
-
-    monkeypatch.setattr(LiveNumbers, "_take", noted)
+    earlier = lines_of_earlier(monkeypatch)
     given = lines()
     parts = [
         [replace(line, epoch=epoch) for line in given[first:last]]

@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support.loop_reference import train_script_alone
-from support.places import PROGRAMS
-from support.worker.loop_case import loop_job
-from support.worker.plans import live, plan
+from support.worker.loop_case import losses_agree_when_resized
 from support.worker.worker_pool import Pool
 from torch import nn
 
 from elastic.errors import ProgramError, SpecError
-from elastic.types import Layout, StepDone
 from elastic.worker.loop.loop_model import GivenModel, LoopModel
 from elastic.worker.loop.script_host import capture
 from elastic.worker.process.call_log import CallLog
@@ -27,16 +24,7 @@ from elastic.worker.program.loop_program import OptimizerFactory, clear_by, modu
 
 @pytest.mark.e2e
 def test_gradients_that_the_script_clears_do_not_count(pool: Pool, tmp_path: Path) -> None:
-    """On shards with unequal shares, and on more workers: the losses of one process."""
-    job = loop_job("loop_sharpness.py", steps=8) | {"clip_grad_norm": None}
-    workers = pool.open(job, tmp_path)
-    one = plan(1, Layout(dp_shard=2), workers, 12, samples=(8, 4), n_blocks=0)
-    pool.enter(one)
-    pool.wait(lambda: any(e.step >= 3 for e in pool.events(StepDone)), "step 3")
-    pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(one), n_blocks=0))
-    pool.quiesced(2, 3)
-    alone = train_script_alone(PROGRAMS / "loop_sharpness.py", [], 7, 8)
-    assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone, abs=1e-5)
+    losses_agree_when_resized(pool, tmp_path, "loop_sharpness.py", at_step=3)
 
 
 def test_zero_grad_clears_the_gradients_of_the_model_that_is_trained() -> None:

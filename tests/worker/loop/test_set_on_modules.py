@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.loop_reference import train_script_alone
-from support.places import PROGRAMS
-from support.worker.loop_case import loop_job
-from support.worker.plans import live, plan
+from support.worker.loop_case import losses_agree_when_resized
 from support.worker.worker_pool import Pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import ProgramError
-from elastic.types import Layout, StepDone
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run
 from elastic.worker.loop.loop_model import LoopModel
@@ -190,12 +186,4 @@ def test_what_a_validation_and_backward_change_is_not_set_by_the_script() -> Non
 def test_losses_are_those_of_one_process_with_a_worker_that_never_came_to_the_line(
     pool: Pool, tmp_path: Path
 ) -> None:
-    job = loop_job("loop_set_inside.py", steps=8) | {"clip_grad_norm": None}
-    workers = pool.open(job, tmp_path)
-    one = plan(1, Layout(dp_shard=2), workers, 12, samples=(8, 4), n_blocks=0)
-    pool.enter(one)
-    pool.wait(lambda: any(e.step >= 4 for e in pool.events(StepDone)), "step 4")
-    pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(one), n_blocks=0))
-    pool.quiesced(2, 3)
-    alone = train_script_alone(PROGRAMS / "loop_set_inside.py", [], 7, 8)
-    assert [e.train_loss for e in pool.events(StepDone)] == pytest.approx(alone, abs=1e-5)
+    losses_agree_when_resized(pool, tmp_path, "loop_set_inside.py", at_step=4)
