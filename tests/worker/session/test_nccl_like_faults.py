@@ -83,6 +83,9 @@ MOVES = {
     "notice": (CUTS[0], Layout(tp=2)), "growth": (Layout(dp_shard=3), Layout(pp=2, dp_shard=2)),
     "loss": (CUTS[0], Layout(pp=3)),
 }  # fmt: skip
+PLACES: tuple[tuple[Phase, int], ...] = (
+    ("meet", 0), ("meet", 2), ("move", 0), ("move", 1), ("probe", 1)
+)  # fmt: skip
 CASES = [
     *(
         Case(kind, "step", before=cut, after=at, late=late)
@@ -91,11 +94,11 @@ CASES = [
     ),
     *(Case(kind, "commit", before=cut, after=0) for kind in KINDS for cut in CUTS),
     *(Case(kind, "copy", before=cut, after=0) for kind in KINDS for cut in CUTS),
-    *(
-        Case(kind, phase, transition, *cuts, after=at, late=at > 0)
-        for transition, cuts in MOVES.items()
-        for kind in KINDS
-        for phase, at in (("meet", 0), ("meet", 2), ("move", 0), ("move", 1), ("probe", 1))
+    *(  # each kind meets each place, and both meet each transition
+        Case(kind, phase, which, *MOVES[which], after=at, late=at > 0)
+        for i, kind in enumerate(KINDS)
+        for j, (phase, at) in enumerate(PLACES)
+        for which in (list(MOVES)[(i + j) % 3],)
     ),
 ]
 # stays in each transition; another worker keeps its copy than that of the one that was lost before
