@@ -12,6 +12,7 @@ from typing import Any
 from elastic import catalog
 from elastic.config.clusters import ClusterSpec, Problem, problems_of, read_cluster
 from elastic.config.job import job_data, job_of
+from elastic.config.key_names import LEAST, OF_A_SCRIPT
 from elastic.config.pool_checks import check_fit, unlimited
 from elastic.errors import SpecError
 from elastic.text import n_of
@@ -149,7 +150,10 @@ def _commands(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
 
 def _of_job(spec: ClusterSpec, folder: str | Path) -> list[Problem]:
     data, where = job_data(folder)
-    job = job_of(data, Path(folder) / str(data.get("program", "program.py")), where)
+    file = Path(folder) / str(data.get("program", "program.py"))
+    if "script" in data or not file.is_file():  # what its script says may be missing, or be more
+        data = LEAST | {key: value for key, value in data.items() if key != OF_A_SCRIPT}
+    job = job_of(data, file, where)
     found = []
     try:
         check_fit(job, spec.pools)

@@ -15,6 +15,9 @@ STORED: dict[str, str] = {
 }
 DOCUMENTED: dict[str, str] = {stored: documented for documented, stored in STORED.items()}
 
+LEAST = {"steps": 1, "global_batch": 1_000_000}  # what a job must have; a script may say it later
+OF_A_SCRIPT = "epochs"  # is no key of a job's own
+
 
 def stored_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The same values, each under its stored name. Raises SpecError where a key is given under

@@ -49,6 +49,12 @@ def _of_another(folder: Path, uri: str) -> bool:
     return mark.read_text().strip() != uri if mark.is_file() else (folder / JOURNAL).is_file()
 
 
+def _left_out(file: Path) -> None:
+    """Of what `ray job submit --working-dir .` uploads, and of what git adds: runs made there."""
+    if not os.path.lexists(file):
+        file.write_text("*\n")
+
+
 @dataclass(frozen=True)
 class _Found:
     """Of a journal: its closed parts, the text after them, what storage holds of that. `where`: of
@@ -230,6 +236,8 @@ class RunFolder:
             self._begin_with(cut.kept)
         parts = JournalParts.of(self.storage)
         journal = Journal(self.journal, epoch, parts.last())
+        if self.folder.parent.name == DEFAULT_STORAGE:
+            _left_out(self.folder.parent / ".gitignore")
         journal.parts = Packing(self.storage, epoch, len(parts.names), counted=before.base)
         if self.storage.remote:
             journal.segments = Segments(self.storage, epoch, self.journal, before=before)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ray._private.runtime_env import packaging
 from support.storage.remote_folder import Remote
 from support.waiting import until
 
@@ -492,3 +493,21 @@ def test_where_workers_write_what_they_print(storage: Remote, tmp_path: Path) ->
     assert remote.logs_of_workers(True) == tmp_path / "a" / "logs"
     elsewhere = remote.logs_of_workers(False)
     assert elsewhere.name == remote.name and tmp_path / "a" not in elsewhere.parents
+
+
+def test_runs_that_were_tried_in_a_repository_are_not_uploaded_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `ray job submit --working-dir .`: their checkpoints alone may be more than Ray takes."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    place = RunFolder.of(open_storage("elastic_runs/mine"))
+    place.open_journal(1, StoredJournal()).close()
+    (place.folder / "weights").write_bytes(bytes(100))
+    sent: list[str] = []
+    packaging._dir_travel(tmp_path, [], lambda path: sent.append(path.name), include_gitignore=True)
+    assert "train.py" in sent and not {"mine", "weights", "journal.jsonl"} & set(sent)
+    assert open_storage("elastic_runs").folders() == ["mine"]
+    (tmp_path / "elastic_runs" / ".gitignore").write_text("# theirs\n")
+    place.open_journal(2, StoredJournal()).close()
+    assert (tmp_path / "elastic_runs" / ".gitignore").read_text() == "# theirs\n"

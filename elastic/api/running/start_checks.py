@@ -20,7 +20,7 @@ from elastic.catalog.validation import first_problem
 from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
 from elastic.config.fingerprint import KEY, code_digest, differences
 from elastic.config.job import JobSpec, job_of
-from elastic.config.key_names import STORED, stored_keys
+from elastic.config.key_names import LEAST, OF_A_SCRIPT, STORED, stored_keys
 from elastic.config.pool_checks import check_fit
 from elastic.driver import restored
 from elastic.errors import ElasticError, SpecError
@@ -39,11 +39,9 @@ from elastic.worker.hosting.resume_checks import (
     writable,
 )
 
-LEAST = {"steps": 1, "global_batch": 1_000_000}  # what a job must have; a script may say it later
 # what JobSpec.where says of a job that no job.yaml describes
 BY_SET, IN_PYTHON, IN_A_MAPPING = "--set", "ElasticTrainer(", "job"
 SETTINGS = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
-OF_A_SCRIPT = "epochs"  # is no key of a job's own
 # keys that say where a job could run
 OF_THE_POOLS = (
     "name", "pools", "layout", "min_workers", "max_workers", "on_demand_floor", "drill",

@@ -43,7 +43,7 @@ def problems_of(spec: ClusterSpec) -> list[Problem]:
     if spec.provider == "kubernetes":
         rules += [*kuberay_rules.RULES]
     else:
-        rules += [_commands, _object_store, _orphans]
+        rules += [_commands, _object_store, _orphans, _own_hosts]
     rules += {"aws": aws_rules.RULES, "gcp": gcp_rules.RULES, "azure": azure_rules.RULES}.get(
         spec.provider, ()
     )
@@ -270,6 +270,16 @@ def _orphans(spec: ClusterSpec) -> Iterator[Problem]:
     if provider.get("cache_stopped_nodes", True) and spec.provider != "azure":
         what = "released nodes are only stopped: their disks are paid"
         yield Problem(("provider",), what, "cache_stopped_nodes: false", True)
+
+
+def _own_hosts(spec: ClusterSpec) -> Iterator[Problem]:
+    key = "worker_start_ray_commands"
+    commands = " ".join(_command_list(spec.data, key))
+    by_script = END_SCRIPT in commands and not azure_rules.OWN_END.search(commands)
+    if spec.provider == "local" and by_script:
+        what = "hosts of your own switch themselves off once the cluster is gone"
+        right = f'END="$HOME/venv/bin/ray stop --force" in front of {END_SCRIPT}.sh'
+        yield Problem((key,), what, right)
 
 
 def _never_called_off(spec: ClusterSpec, key: str) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.drill import DrillSpec
-from elastic.config.job import JobSpec, PoolSpec
+from elastic.config.job import JobSpec, PoolSpec, embedded_pools
 from elastic.config.key_names import DOCUMENTED
 from elastic.config.numbers.trackers import MlflowKeys, TrackioKeys, WandbKeys
 from elastic.config.optimization import (
@@ -287,6 +287,23 @@ WINDOW = {
     "window": Words("of losses or norms looked at", "steps"),
     "after": Words("of a run before it looks", "steps"),
 }
+
+
+def _left_out() -> str:
+    """What a job without pools has on this machine."""
+
+    def nodes(n_gpus: int) -> str:
+        pools = embedded_pools(n_gpus)
+        return " and ".join(f"{pool.max_nodes} {pool.market_type}" for pool in pools)
+
+    few = ", ".join(f"with {n}: {nodes(n)}" for n in (1, 2, 3))
+    many = ", ".join(f"with {n}: {nodes(n)}" for n in (4, 8))
+    return (
+        f"Left out: nodes of this machine, {nodes(0)}, two processes on its CPU each; where it has "
+        f"GPUs, these: of one each ({few}), from four on of two each ({many})."
+    )
+
+
 LIMITS = {"most": Words("largest norm"), "least": Words("smallest norm")}
 SECTIONS = (
     Section("What is trained", "", JobSpec, TRAINING),
@@ -294,12 +311,7 @@ SECTIONS = (
     Section("Layout, memory, speed", "", JobSpec, MEMORY),
     Section("Replicas and checkpoints", "", JobSpec, COPIES),
     Section("Nodes, time, money", "", JobSpec, NODES),
-    Section(
-        "`pools:`, each entry",
-        "Left out: two spot nodes and one on-demand node of this machine, two workers each.",
-        PoolSpec,
-        POOL,
-    ),
+    Section("`pools:`, each entry", _left_out(), PoolSpec, POOL),
     Section(
         "`trackers.wandb:`",
         "`trackers: [wandb, mlflow]` is each with its defaults ([metrics.md](metrics.md)).",
