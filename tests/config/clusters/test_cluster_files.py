@@ -190,3 +190,33 @@ def test_two_files_for_one_cluster_name_are_warned_of(tmp_path: Path) -> None:
         for line in api.check_cluster(tmp_path / "other.yaml").lines()
         if "the same name" in line
     ]
+
+
+@pytest.mark.parametrize(
+    "keys", ["script: train.py\n", "script: train.py\nepochs: 3\n", "name: restarted\n"]
+)
+def test_a_script_says_steps_and_batch_itself(tmp_path: Path, keys: str) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        (ROOT / "cluster_configs" / "aws_g6e_g5_cheap.yaml").read_text()
+    )
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "train.py").write_text("")
+    (folder / "job.yaml").write_text(f"{keys}layout: 'dp_shard=512'\nmax_nodes: 9\n")
+    found = [
+        x for x in api.check_cluster(tmp_path / "cluster.yaml", folder).lines() if "error" in x
+    ]
+    assert len(found) == 1 and "layout 'dp_shard=512' needs 512 workers" in found[0]
+
+
+def test_own_hosts_are_not_switched_off(tmp_path: Path) -> None:
+    end = 'END="$HOME/venv/bin/ray stop --force" '
+    hosts = (ROOT / "cluster_configs" / "on_premises.yaml").read_text()
+    file = tmp_path / "cluster.yaml"
+    file.write_text(hosts.replace(end, "LIMIT_S=1200 "))
+    (line,) = (x for x in api.check_cluster(file).lines() if "switch" in x)
+    assert "error: worker_start_ray_commands: hosts of your own switch themselves off" in line
+    assert end.strip() + " in front of end_without_head.sh" in line
+    assert end in hosts
+    file.write_text(hosts)
+    assert not any("switch" in x for x in api.check_cluster(file).lines())

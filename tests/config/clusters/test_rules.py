@@ -441,29 +441,6 @@ def test_a_reservation_whose_end_nobody_says(tmp_path: Path) -> None:
     assert not any("the end of the reservation" in x for x in told(tmp_path, ended))
 
 
-def test_own_hosts_are_not_switched_off(tmp_path: Path) -> None:
-    end = 'END="$HOME/venv/bin/ray stop --force" '
-    assert end in HOSTS and not any("switch" in line for line in told(tmp_path, HOSTS))
-    (line,) = (x for x in told(tmp_path, HOSTS.replace(end, "LIMIT_S=1200 ")) if "switch" in x)
-    assert "error: worker_start_ray_commands: hosts of your own switch themselves off" in line
-    assert 'END="$HOME/venv/bin/ray stop --force" in front of end_without_head.sh' in line
-
-
-@pytest.mark.parametrize(
-    "keys", ["script: train.py\n", "script: train.py\nepochs: 3\n", "name: restarted\n"]
-)
-def test_a_script_says_steps_and_batch_itself(tmp_path: Path, keys: str) -> None:
-    (tmp_path / "cluster.yaml").write_text(CHEAP)
-    folder = tmp_path / "job"
-    folder.mkdir()
-    (folder / "train.py").write_text("")
-    (folder / "job.yaml").write_text(f"{keys}layout: 'dp_shard=512'\nmax_nodes: 9\n")
-    found = [
-        x for x in api.check_cluster(tmp_path / "cluster.yaml", folder).lines() if "error" in x
-    ]
-    assert len(found) == 1 and "layout 'dp_shard=512' needs 512 workers" in found[0]
-
-
 def test_a_job_that_cannot_run_there(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(CHEAP)
