@@ -214,9 +214,9 @@ def test_own_hosts_are_not_switched_off(tmp_path: Path) -> None:
     hosts = (ROOT / "cluster_configs" / "on_premises.yaml").read_text()
     file = tmp_path / "cluster.yaml"
     file.write_text(hosts.replace(end, "LIMIT_S=1200 "))
-    (line,) = (x for x in api.check_cluster(file).lines() if "themselves" in x)
+    (line,) = (x for x in api.check_cluster(file).lines() if "hosts of your own switch" in x)
     assert "error: worker_start_ray_commands: hosts of your own switch themselves off" in line
     assert end.strip() + " in front of end_without_head.sh" in line
     assert end in hosts
     file.write_text(hosts)
-    assert not any("switch" in x for x in api.check_cluster(file).lines())
+    assert not any("hosts of your own switch" in x for x in api.check_cluster(file).lines())
