@@ -56,6 +56,7 @@ NO_MATTER = {
     "ddp_static_graph", "ddp_backend", "ddp_timeout", "local_rank", "save_only_model",
     "save_on_each_node", "ignore_data_skip", "use_cpu", "gradient_checkpointing_kwargs",
     "activation_checkpointing_kwargs", "eval_accumulation_steps", "torch_empty_cache_steps",
+    "hub_model_id", "hub_private_repo", "hub_token", "hub_revision",  # of trainer.push_to_hub()
     "tf32",  # a setting of each worker's torch, which it makes itself
 }  # fmt: skip
 LAYOUT = "the layout is elastic's, layout='dp_shard=4' fixes one; leave it out"
@@ -169,8 +170,8 @@ class PreparedTrainer:
                 flush=True,
             )
         given = {"dataset": rows, "global_batch": one, **self.job}
-        long: dict[str, Any] = {key: given[key] for key in ("steps", "epochs") if key in given}
-        return {**job_keys(args, given["global_batch"], len(rows)), **given, **long}
+        said = {key: given[key] for key in ("steps", "epochs") if isinstance(given.get(key), int)}
+        return {**job_keys(args, given["global_batch"], len(rows), said), **given}
 
     def _validation(self, losses: Losses) -> dict[str, Any]:
         rows = self.trainer.eval_dataset
@@ -313,12 +314,16 @@ def untouched(args: Any) -> Any:
     return kind(output_dir=args.output_dir)
 
 
-def job_keys(args: Any, global_batch: int, n_samples: int) -> dict[str, Any]:
-    """TrainingArguments as keys of a job. What they say of nothing is left out."""
+def job_keys(
+    args: Any, global_batch: int, n_samples: int, said: Mapping[str, Any]
+) -> dict[str, Any]:
+    """TrainingArguments as keys of a job. What they say of nothing is left out. `said`: the steps
+    or epochs that count in place of theirs."""
     epoch = -(-n_samples // global_batch)
-    n_epochs = args.num_train_epochs
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(n_epochs * n_samples / global_batch)
-    whole = args.max_steps <= 0 and float(n_epochs).is_integer()
+    n_epochs = said.get("epochs", args.num_train_epochs)
+    most = said.get("steps", 0 if "epochs" in said else args.max_steps)
+    steps = most if most > 0 else math.ceil(n_epochs * n_samples / global_batch)
+    whole = most <= 0 and float(n_epochs).is_integer()
 
     def every(strategy: Any, n: float | None) -> int | None:
         """Steps between two; None = never, as where it is said of nothing."""
@@ -337,7 +342,7 @@ def job_keys(args: Any, global_batch: int, n_samples: int) -> dict[str, Any]:
     trackers = [name for name in args.report_to if name not in ("none", "tensorboard")]
     recomputes = args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)
     found = {
-        "epochs" if whole else "steps": int(n_epochs) if whole else steps,
+        **({} if said else {"epochs": int(n_epochs)} if whole else {"steps": steps}),
         "seed": args.seed if args.data_seed is None else args.data_seed,
         "clip_grad_norm": args.max_grad_norm or None,
         "precision": "bfloat16" if args.bf16 else None,

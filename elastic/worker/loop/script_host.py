@@ -3,6 +3,7 @@ in a worker to its end, in a thread of its own."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -25,7 +26,7 @@ from elastic.config.masking import masked_text
 from elastic.errors import ElasticError, Interrupted, ProgramError, SpecError
 from elastic.types import Job
 from elastic.user_frames import log_text, raised_at, user_traceback
-from elastic.worker.loop import clipping, without_gpu
+from elastic.worker.loop import refused_calls, without_gpu
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run, here
 from elastic.worker.loop.loop_model import GenerationAborted, outline_of
@@ -190,7 +191,7 @@ def tried(
     `first` up to a call of its model, or through `steps`. And why it went no further."""
     why = "it has none"
     with ExitStack() as stack:
-        stack.enter_context(clipping.refused())
+        stack.enter_context(refused_calls.refused())
         stack.enter_context(without_gpu.answered())
         here.host = trial = Trial(stack, first, steps)
         try:
@@ -211,6 +212,9 @@ def tried(
                 raise _refused(source, error) from error
         finally:
             here.host = None
+            if torch.cuda.is_initialized():  # a driver's workers need what it would keep of a GPU
+                gc.collect()
+                torch.cuda.empty_cache()
     if trial.program is None:
         raise SpecError(f"{source.file}: it ended before it entered elastic.loop")
     return trial, why

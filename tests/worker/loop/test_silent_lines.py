@@ -3,6 +3,7 @@ driver."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,30 @@ def test_clipping_that_clips_nothing_is_refused(tmp_path: Path, clip: str) -> No
         captured(tmp_path, line=clip)
     assert "train.py, line 12: clip_grad_" in str(caught.value)
     assert torch.nn.utils.clip_grad_norm_.__code__.co_name != "checked", "torch is itself again"
+
+
+@pytest.mark.parametrize(
+    "handler", ["signal.signal(signal.SIGTERM, print)", "from signal import signal as s; s(15, 0)"]
+)
+def test_a_handler_of_a_signal_is_refused_before_a_node_is_paid(
+    tmp_path: Path, handler: str
+) -> None:
+    """In a worker the script is no main thread; in the driver it would take the place of ours."""
+    before = signal.getsignal(signal.SIGTERM), signal.signal
+    with pytest.raises(SpecError, match=r"leave the handler out: at a notice, a stop, SIGTERM"):
+        captured(tmp_path, before=f"import signal; {handler}")
+    assert (signal.getsignal(signal.SIGTERM), signal.signal) == before
+
+
+def test_what_a_script_leaves_on_a_gpu_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's process lives as long as the run, beside the worker on that GPU."""
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    assert captured(tmp_path).called is not None and not emptied
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert captured(tmp_path).called is not None and emptied
 
 
 def test_a_wrong_keyword_of_the_step_is_told_with_the_right_one(tmp_path: Path) -> None:

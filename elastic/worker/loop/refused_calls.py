@@ -1,8 +1,11 @@
-"""torch's clipping of gradients in a loop's body: they are summed over ranks in `run.step()`, so
-that before it there is nothing to clip."""
+"""What a script must not call: torch's clipping of gradients in a loop's body, which are summed
+over ranks in `run.step()`, so that before it there is nothing to clip; and signal.signal, whose
+handlers belong to the process, of which the script is a thread."""
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -12,6 +15,7 @@ import torch
 from torch.nn import utils
 
 from elastic.errors import ProgramError
+from elastic.user_frames import LIBRARIES
 
 NAMES = ("clip_grad_norm_", "clip_grad_value_")
 PLACES: tuple[Any, ...] = (utils, utils.clip_grad)
@@ -20,14 +24,17 @@ PLACES: tuple[Any, ...] = (utils, utils.clip_grad)
 @contextmanager
 def refused() -> Iterator[None]:
     """Meanwhile clipping parameters of which none has a gradient, or those of `run.model`, raises
-    ProgramError."""
+    ProgramError, and so does a handler of a signal that the user's own files set."""
     before = {name: getattr(utils, name) for name in NAMES}
+    own = signal.signal
+    signal.signal = _checked_handler(own)
     for place in PLACES:
         for name, clip in before.items():
             setattr(place, name, _checked(name, clip))
     try:
         yield
     finally:
+        signal.signal = own
         for place in PLACES:
             for name, clip in before.items():
                 setattr(place, name, clip)
@@ -48,5 +55,19 @@ def _checked(name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
                 "run.step(); write run.step(clip_grad_norm=1.0) or the job's clip_grad_norm"
             )
         return clip(given, *how, **more)
+
+    return checked
+
+
+def _checked_handler(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @wraps(own)
+    def checked(signalnum: Any, handler: Any) -> Any:
+        if sys._getframe(1).f_code.co_filename.startswith(LIBRARIES):
+            return own(signalnum, handler)
+        raise ProgramError(
+            f"signal.signal({getattr(signalnum, 'name', signalnum)}, ...) works in no worker: the "
+            "script is a thread of the process; leave the handler out: at a notice, a stop, "
+            "SIGTERM or Ctrl-C elastic saves by itself"
+        )
 
     return checked
