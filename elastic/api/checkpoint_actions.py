@@ -99,12 +99,14 @@ def export(
     job: str | None = None,
     merged: bool = False,
     weights: str = "",
+    state: str = "",
 ) -> dict[str, Any]:
     """The weights of a checkpoint (None: the newest; `best`: of the least validation loss) as
     safetensors in the folder `to`, with what the run has kept to stand beside them (config.json, a
     tokenizer); of a script with a model of peft its adapter alone, as peft has it. `job`: the
     folder of its job, whose program says what that is; then adapters alone, or `merged` into the
-    weights. `weights`: the type that they are written in ('bfloat16', 'int8', 'float8'). Raises
+    weights. `weights`: the type that they are written in ('bfloat16', 'int8', 'float8'). `state`:
+    in their place what the optimizer keeps of them under that name, as an average. Raises
     SpecError."""
     from elastic.models.lora import ADAPTER_NAMES
     from elastic.models.weight_types import with_config
@@ -126,6 +128,8 @@ def export(
                 f"--weights {weights}: the run trains an adapter of peft, which is written as it "
                 "is; leave it out"
             )
+        if state and ADAPTER_NAMES in beside:
+            raise SpecError(f"--state {state}: the run trains an adapter of peft; leave it out")
         if weights:
             beside = with_config(weights, beside)
         return checkpoints.export(
@@ -135,11 +139,12 @@ def export(
             tied=checkpoints.tied_names(specs),
             beside=beside,
             bfloat16={spec.fqn for spec in specs if weights and not spec.buffer},
+            state=state,
         )
     spec, program = loaded(job)
     program, target = with_frozen(program, spec.job()), checkpoints.open_target(to)
     return checkpoints.export_for(
-        run, number, target, program=program, merged=merged, weights=weights
+        run, number, target, program=program, merged=merged, weights=weights, state=state
     )
 
 

@@ -36,6 +36,12 @@ def add(verbs: Any) -> None:
         choices=WEIGHT_TYPES,
         default="",
     )
+    option(
+        made,
+        "--state NAME",
+        "in place of weights what the optimizer keeps of them under NAME, as an average",
+        default="",
+    )
     about = "make a new run that begins with the weights (and moments) of another trainer"
     made = verb(actions, "import", _import, about=about)
     option(made, "SOURCE", "a .safetensors file, a folder of them, or a checkpoint of plain DCP")
@@ -91,6 +97,7 @@ def _export(given: argparse.Namespace) -> int:
         job=given.job,
         merged=given.merged,
         weights=given.weights,
+        state=given.state,
     )
     show(
         given,

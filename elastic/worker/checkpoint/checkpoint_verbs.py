@@ -49,6 +49,7 @@ from elastic.worker.program.weights import check_stored, cut, quantised
 
 PART_BYTES = 64 << 20  # so much of a tensor is in memory at a time
 MODEL = "model."
+OPTIM = "optim."
 BY_POSITION = re.compile(r"(^|\.)state\.\d+\.\w+$")
 
 
@@ -117,15 +118,17 @@ def export(
     tied: Mapping[str, str] | None = None,
     beside: Mapping[str, bytes] | None = None,
     bfloat16: Container[str] = (),
+    state: str = "",
     file_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
     byte read is checked. `tied`: as `tied_names`; they are written too, so that `load_state_dict`
     finds every name. `beside`: files that are written beside them; with ADAPTER_NAMES among them
     the weights are those of an adapter alone, as peft names them. `bfloat16`: names of those that
-    are written in it."""
+    are written in it. `state`: what the optimizer keeps under that name is written in place of the
+    weights that it is of, as an average of them."""
     item = chosen(run, step)
-    shapes, parts = _weights(checkpoint_index.open_checkpoint(item.uri), tied or {})
+    shapes, parts = _weights(checkpoint_index.open_checkpoint(item.uri), tied or {}, state=state)
     most = FILE_BYTES if file_bytes is None else file_bytes
     beside = dict(beside or {})
     if ADAPTER_NAMES in beside:
@@ -156,16 +159,23 @@ def _done(
 
 
 def _weights(
-    checkpoint: Checkpoint, tied: Mapping[str, str], *, part: str = "", packed: Container[str] = ()
+    checkpoint: Checkpoint,
+    tied: Mapping[str, str],
+    *,
+    part: str = "",
+    packed: Container[str] = (),
+    state: str = "",
 ) -> tuple[Shapes, Parts]:
     """`part`: the module whose weights these are, '' = the model. `packed`: names of those that
-    hold bytes of 4-bit weights, in the model."""
+    hold bytes of 4-bit weights, in the model. `state`: as in `export`."""
     begin = f"{MODEL}{part}." if part else MODEL
     stored = {
         fqn.removeprefix(begin): about
         for fqn, about in sorted(checkpoint.tensors.items())
         if fqn.startswith(begin)
     }
+    kept = _kept_as(checkpoint, state)
+    stored |= {n: kept[begin + n][1:] for n in stored if begin + n in kept}
     of = {name: owner for name, owner in tied.items() if owner in stored}
     stored |= {name: stored[owner] for name, owner in of.items()}
     bytes_of = {n for n in stored if (begin + n).removeprefix(MODEL) in packed}
@@ -175,11 +185,30 @@ def _weights(
     }
 
     def parts(name: str) -> Iterator[Tensor]:
-        whole = Box.whole(begin + of.get(name, name), *stored[name])
+        fqn = begin + of.get(name, name)
+        whole = Box.whole(kept[fqn][0] if fqn in kept else fqn, *stored[name])
         each = (checkpoint.read(box) for box in whole.in_rows(PART_BYTES))
         return (unpack(one, torch.float32) for one in each) if name in bytes_of else each
 
     return shapes, parts
+
+
+def _kept_as(checkpoint: Checkpoint, state: str) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """A weight's name in the checkpoint -> name, shape and type there of what the optimizer keeps
+    of it under `state`, where that has the weight's shape. Raises SpecError where it keeps none."""
+    if not state:
+        return {}
+    begin, found, names = f"{OPTIM}{state}.", {}, set()
+    for fqn, (shape, dtype) in checkpoint.tensors.items():
+        if fqn.startswith(OPTIM):
+            names.add(fqn.split(".")[1])
+        weight = MODEL + fqn.removeprefix(begin)
+        if fqn.startswith(begin) and checkpoint.tensors.get(weight, ((),))[0] == shape and shape:
+            found[weight] = (fqn, shape, dtype)
+    if not found:
+        listed = ", ".join(sorted(names)) or "nothing"
+        raise SpecError(f"--state {state}: of the weights the optimizer keeps {listed}, not this")
+    return found
 
 
 def export_for(
@@ -190,6 +219,7 @@ def export_for(
     program: Program,
     merged: bool = False,
     weights: str = "",
+    state: str = "",
     file_bytes: int = FILE_BYTES,
 ) -> dict[str, Any]:
     """The same with what the program puts beside the weights: a folder that its library loads. Of a
@@ -199,6 +229,8 @@ def export_for(
     alone = program.adapter is not None and not merged
     if merged and program.adapter is None:
         raise SpecError("--merged: this job's program has no adapters")
+    if state and program.adapter is not None:
+        raise SpecError(f"--state {state}: of a job with adapters the weights are written alone")
     if alone and weights:
         raise SpecError(f"--weights {weights}: of a job with adapters it needs --merged")
     beside = dict(program.files()) if program.files is not None and not alone else {}
@@ -213,7 +245,9 @@ def export_for(
             tied = {} if beside else tied_names(trace(program).specs)
             part, begin = program.exports, f"{program.exports}." if program.exports else ""
             tied = {n.removeprefix(begin): of.removeprefix(begin) for n, of in tied.items()}
-            shapes, parts = _weights(checkpoint, tied, part=part, packed=program.packed)
+            shapes, parts = _weights(
+                checkpoint, tied, part=part, packed=program.packed, state=state
+            )
         else:
             shapes, parts = trained.alone() if alone else trained.merged()
         if alone:

@@ -19,6 +19,11 @@ WEIGHTS = {"parameters", "named_parameters", "buffers", "named_buffers", "state_
     "named_modules", "children", "named_children", "get_parameter", "train", "apply"}  # fmt: skip
 ANEW = "a worker that comes later, and a run that is resumed, begin with it anew"
 
+ADVICE = {  # of classes whose objects extra_state cannot take along
+    "AveragedModel": "it needs whole weights, of which a rank has parts: docs/loop.md, An average "
+    "of the weights"
+}
+
 
 def forgotten(frame: FrameType | None, given: Mapping[int, Any]) -> tuple[str, ...]:
     """Lines that name it. `frame`: where the loop was entered; `given`: what it was given, by
@@ -36,7 +41,7 @@ def forgotten(frame: FrameType | None, given: Mapping[int, Any]) -> tuple[str, .
     }
     found = [
         f"{where}: {name} ({kind}) has a state_dict() and is not in extra_state: unless it "
-        f"stays as it is, {ANEW}; give extra_state={{'{name}': {name}}}"
+        f"stays as it is, {ANEW}; " + ADVICE.get(kind, f"give extra_state={{'{name}': {name}}}")
         for name, kind in objects.items()
     ]
     for name, line in _carried(tree, frame.f_lineno) if tree is not None else ():

@@ -195,8 +195,9 @@ def _constant(value: torch.Tensor) -> float:
 def _same_from_constants(
     program: Program, every: list[TensorSpec], course: Dry, *, kept: dict[str, OptimizerSpec]
 ) -> dict[str, OptimizerSpec]:
-    """Those of which a state that was filled with constants beforehand gives the same steps: of a
-    copy of the weights it is seen late."""
+    """Those of which a state that was filled with constants beforehand gives the same steps and
+    becomes the same state: one that is a copy of the weights at first (what another optimizer
+    returns to, an average of them) is not."""
     filled = Dry(program, every, course.specs, WHOLE)
     for fqn, parameter in filled.named.items():
         wanted = kept.get(filled.optimizers.of[fqn])
@@ -211,8 +212,13 @@ def _same_from_constants(
     for done in course.course():
         filled.step(done.gradients)
         for fqn, parameter in course.named.items():
-            if not _close(parameter, filled.named[fqn]):
-                same.pop(course.optimizers.of[fqn], None)
+            name = course.optimizers.of[fqn]
+            keys = (*kept[name].entries, *kept[name].scalars) if name in same else ()
+            one, other = course.state(fqn), filled.state(fqn)
+            if not _close(parameter, filled.named[fqn]) or any(
+                key in one and not _close(one[key], other[key]) for key in keys
+            ):
+                same.pop(name, None)
     return same
 
 

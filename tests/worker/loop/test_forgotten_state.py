@@ -42,6 +42,10 @@ def test_an_object_that_is_not_handed_over_is_named(tmp_path: Path) -> None:
     assert notes(tmp_path, before=SCHEDULER, body="scheduler.step()", extra=extra) == []
     (said,) = notes(tmp_path, before="ema = copy.deepcopy(model)")
     assert "ema (Linear) has a state_dict()" in said
+    (said,) = notes(tmp_path, before="ema = torch.optim.swa_utils.AveragedModel(model)")
+    assert said.endswith(
+        "it needs whole weights, of which a rank has parts: docs/loop.md, An average of the weights"
+    )
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,18 @@ class Averaged(torch.optim.SGD):
         return None
 
 
+class Smoothed(torch.optim.SGD):
+    """Keeps an average of the weights, which no step looks at."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("average", p.clone()).lerp_(p, 0.01)
+        return None
+
+
 class Anchored(torch.optim.SGD):
     """Each fifth step goes back half the way to where the weights were, which begins as they do."""
 
@@ -228,7 +240,9 @@ def test_a_place_in_the_group_is_seen_where_all_parameters_are_alike() -> None:
         what_they_keep(program, alike)
 
 
-@pytest.mark.parametrize(("kind", "copy"), [(Anchored, "anchor"), (around, "slow")])
+@pytest.mark.parametrize(
+    ("kind", "copy"), [(Anchored, "anchor"), (around, "slow"), (Smoothed, "average")]
+)
 def test_state_that_begins_as_the_weights_do_is_made_by_its_owner(
     kind: Callable[..., torch.optim.Optimizer], copy: str
 ) -> None:
