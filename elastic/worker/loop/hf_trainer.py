@@ -171,7 +171,7 @@ class PreparedTrainer:
             )
         given = {"dataset": rows, "global_batch": one, **self.job}
         said = {key: given[key] for key in ("steps", "epochs") if isinstance(given.get(key), int)}
-        return {**job_keys(args, given["global_batch"], len(rows), said), **given}
+        return {**job_keys(args, given["global_batch"], len(rows), said=said), **given}
 
     def _validation(self, losses: Losses) -> dict[str, Any]:
         rows = self.trainer.eval_dataset
@@ -315,7 +315,7 @@ def untouched(args: Any) -> Any:
 
 
 def job_keys(
-    args: Any, global_batch: int, n_samples: int, said: Mapping[str, Any]
+    args: Any, global_batch: int, n_samples: int, *, said: Mapping[str, Any]
 ) -> dict[str, Any]:
     """TrainingArguments as keys of a job. What they say of nothing is left out. `said`: the steps
     or epochs that count in place of theirs."""

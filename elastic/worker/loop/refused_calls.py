@@ -27,7 +27,7 @@ def refused() -> Iterator[None]:
     ProgramError, and so does a handler of a signal that the user's own files set."""
     before = {name: getattr(utils, name) for name in NAMES}
     own = signal.signal
-    signal.signal = _checked_handler(own)
+    signal.signal = _checked_handler(own)  # type: ignore[assignment]
     for place in PLACES:
         for name, clip in before.items():
             setattr(place, name, _checked(name, clip))

@@ -286,12 +286,12 @@ def test_arguments_as_keys_of_the_job(
 ) -> None:
     args = transformers.TrainingArguments(**arguments(tmp_path))
     usual = {"steps": STEPS, "seed": 42, "clip_grad_norm": 0.5}
-    assert job_keys(args, 6, 100, {}) == usual
+    assert job_keys(args, 6, 100, said={}) == usual
     said = usual | keys
     if "epochs" in keys:
         del said["steps"]
     given = transformers.TrainingArguments(**arguments(tmp_path, **more))
-    assert job_keys(given, 6, 100, {}) == {k: v for k, v in said.items() if v is not None}
+    assert job_keys(given, 6, 100, said={}) == {k: v for k, v in said.items() if v is not None}
 
 
 @pytest.mark.parametrize("more", [{}, {"max_steps": -1, "num_train_epochs": 3}])
@@ -302,7 +302,7 @@ def test_keywords_count_before_what_the_arguments_say_of_its_length(
     """17 steps are an epoch; and a fraction is one of the length that counts."""
     given = arguments(tmp_path, eval_strategy="steps", eval_steps=0.25, **more)
     args = transformers.TrainingArguments(**given)
-    found = job_keys(args, 6, 100, said) | said
+    found = job_keys(args, 6, 100, said=said) | said
     assert {key: found[key] for key in ("steps", "epochs") if key in found} == said
     assert found["eval_every"] == every
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.docs.pages import blocks
 from support.places import PROGRAMS
 
 from elastic.errors import ProgramError
@@ -135,18 +136,6 @@ class Averaged(torch.optim.SGD):
         return None
 
 
-class Smoothed(torch.optim.SGD):
-    """Keeps an average of the weights, which no step looks at."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault("average", p.clone()).lerp_(p, 0.01)
-        return None
-
-
 class Anchored(torch.optim.SGD):
     """Each fifth step goes back half the way to where the weights were, which begins as they do."""
 
@@ -240,8 +229,16 @@ def test_a_place_in_the_group_is_seen_where_all_parameters_are_alike() -> None:
         what_they_keep(program, alike)
 
 
+def of_the_page(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    there: dict[str, Any] = {"torch": torch}
+    (text,) = (one.text for one in blocks("loop.md", "python") if "class Averaged" in one.text)
+    exec(text, there)
+    made: torch.optim.Optimizer = there["Averaged"](parameters, lr=lr)
+    return made
+
+
 @pytest.mark.parametrize(
-    ("kind", "copy"), [(Anchored, "anchor"), (around, "slow"), (Smoothed, "average")]
+    ("kind", "copy"), [(Anchored, "anchor"), (around, "slow"), (of_the_page, "average")]
 )
 def test_state_that_begins_as_the_weights_do_is_made_by_its_owner(
     kind: Callable[..., torch.optim.Optimizer], copy: str
