@@ -92,7 +92,6 @@ OTHERS = {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
         "import torch": "docs/test_ways_in.py::test_the_trainer_of_the_page_trains",
         "with FileLock": "worker/loop/test_before_the_trainer.py::test_what_the_page_keeps_is_made_once",
-        "class Averaged": "worker/program/test_optimizer_limits.py::test_state_that_begins_as_the_weights_do_is_made_by_its_owner",
         "+import elastic": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
     },
     "install.md": {
@@ -112,6 +111,7 @@ OTHERS = {
         "# program.py": "docs/test_pages_in_layouts.py::test_the_program_of_the_page_computes_the_same_in_its_layouts",
     },
     "loop.md": {
+        "class Averaged": "worker/program/test_optimizer_limits.py::test_state_that_begins_as_the_weights_do_is_made_by_its_owner",
         "import torch": "worker/session/test_pages_trained.py::test_the_loop_of_the_page_in_its_layouts",
         "run = elastic.loop(": "docs/test_ways_in.py::test_the_loop_over_epochs_of_the_page_trains_as_the_other_one",
         "+import elastic": "docs/test_ways_in.py::test_the_diff_at_the_end_is_that_of_the_files",
