@@ -23,8 +23,11 @@ from elastic.worker.program.loop_program import OptimizerFactory, clear_by, modu
 
 
 @pytest.mark.e2e
-def test_gradients_that_the_script_clears_do_not_count(pool: Pool, tmp_path: Path) -> None:
-    losses_agree_when_resized(pool, tmp_path, "loop_sharpness.py", at_step=3)
+@pytest.mark.parametrize("script", ["loop_sharpness.py", "loop_gan.py"])
+def test_gradients_that_the_script_clears_do_not_count(
+    pool: Pool, tmp_path: Path, script: str
+) -> None:
+    losses_agree_when_resized(pool, tmp_path, script, at_step=3)
 
 
 def test_zero_grad_clears_the_gradients_of_the_model_that_is_trained() -> None:
