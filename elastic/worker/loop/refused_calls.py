@@ -1,9 +1,11 @@
 """What a script must not call: torch's clipping of gradients in a loop's body, which are summed
-over ranks in `run.step()`, so that before it there is nothing to clip; and signal.signal, whose
-handlers belong to the process, of which the script is a thread."""
+over ranks in `run.step()`, so that before it there is nothing to clip; a GradScaler, by whose scale
+nobody divides; and signal.signal, whose handlers belong to the process, of which the script is a
+thread."""
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.nn import utils
 
 from elastic.errors import ProgramError
@@ -24,10 +27,13 @@ PLACES: tuple[Any, ...] = (utils, utils.clip_grad)
 @contextmanager
 def refused() -> Iterator[None]:
     """Meanwhile clipping parameters of which none has a gradient, or those of `run.model`, raises
-    ProgramError, and so does a handler of a signal that the user's own files set."""
+    ProgramError, and so does a handler of a signal that the user's own files set, and a loss that a
+    GradScaler scales which is made meanwhile and not switched off."""
     before = {name: getattr(utils, name) for name in NAMES}
     own = signal.signal
     signal.signal = _checked_handler(own)  # type: ignore[assignment]
+    made, scale = GradScaler.__init__, GradScaler.scale
+    GradScaler.__init__, GradScaler.scale = _noted(made), _checked_scale(scale)  # type: ignore[method-assign]
     for place in PLACES:
         for name, clip in before.items():
             setattr(place, name, _checked(name, clip))
@@ -35,6 +41,7 @@ def refused() -> Iterator[None]:
         yield
     finally:
         signal.signal = own
+        GradScaler.__init__, GradScaler.scale = made, scale  # type: ignore[method-assign]
         for place in PLACES:
             for name, clip in before.items():
                 setattr(place, name, clip)
@@ -57,6 +64,32 @@ def _checked(name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
         return clip(given, *how, **more)
 
     return checked
+
+
+def _noted(own: Callable[..., None]) -> Callable[..., None]:
+    """Where there is no GPU it switches itself off: what it was asked for counts."""
+
+    @wraps(own)
+    def made(self: Any, *given: Any, **named: Any) -> None:
+        own(self, *given, **named)
+        asked = inspect.signature(own).bind(self, *given, **named)
+        asked.apply_defaults()
+        self._elastic_scales = asked.arguments["enabled"]
+
+    return made
+
+
+def _checked_scale(own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def scale(self: Any, outputs: Any) -> Any:
+        if getattr(self, "_elastic_scales", False):
+            raise ProgramError(
+                "GradScaler.scale multiplies the loss by what nobody divides by: run.step() does "
+                "not know the scaler; leave it out, precision='bfloat16' needs none"
+            )
+        return own(self, outputs)
+
+    return scale
 
 
 def _checked_handler(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

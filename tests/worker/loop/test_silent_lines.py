@@ -77,6 +77,28 @@ def test_a_handler_of_a_signal_is_refused_before_a_node_is_paid(
     assert (signal.getsignal(signal.SIGTERM), signal.signal) == before
 
 
+@pytest.mark.parametrize(
+    ("made", "fits"),
+    [
+        ("torch.amp.GradScaler('cpu')", False),
+        ("torch.amp.GradScaler('cuda')", False),  # on this machine it switches itself off
+        ("torch.cuda.amp.GradScaler(enabled=dtype == 'float16')", True),
+        ("torch.cuda.amp.GradScaler(enabled=dtype != 'float16')", False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*GradScaler:FutureWarning", "ignore:.*GradScaler.*enabled")
+def test_a_scale_by_which_nobody_divides_is_refused(tmp_path: Path, made: str, fits: bool) -> None:
+    given = {
+        "before": f"dtype = 'bfloat16'; scaler = {made}",
+        "backward": "run.backward(scaler.scale(run.model(x).square().sum()))",
+    }
+    if fits:
+        assert captured(tmp_path, **given).called is not None
+        return
+    with pytest.raises(SpecError, match=r"train.py, line 11: GradScaler.scale .*leave it out"):
+        captured(tmp_path, **given)
+
+
 def test_what_a_script_leaves_on_a_gpu_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
