@@ -25,8 +25,9 @@ import re
 import secrets
 import shutil
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +80,8 @@ class BlockCache:
                 f"cache {self.folder}: a limit of {limit_bytes} bytes holds no block of "
                 f"{BLOCK_BYTES}"
             )
-        self._checked: dict[Path, int] = {}  # block -> inode that was found right
+        # name of a block -> inode that was found right; as many as the limit holds, the last used
+        self._checked: OrderedDict[str, int] = OrderedDict()
         self._counted = False
         try:
             for name in ("blocks", "built", "locks"):
@@ -131,7 +133,7 @@ class BlockCache:
                     "%s: %d bytes, should be %d; read again", path, at.st_size, n_block + SUM_BYTES
                 )
                 return None
-            if self._checked.get(path) != at.st_ino:
+            if self._checked.get(path.name) != at.st_ino:
                 whole = os.pread(handle, n_block + SUM_BYTES, 0)
                 if _sum(whole[:-SUM_BYTES]) != whole[-SUM_BYTES:]:
                     LOG.warning("%s: its checksum is wrong; read again", path)
@@ -142,7 +144,10 @@ class BlockCache:
             now_s = time.time()
             if now_s - at.st_mtime > USED_EVERY_S:
                 os.utime(handle, (now_s, now_s))
-            self._checked[path] = at.st_ino
+            self._checked.pop(path.name, None)
+            self._checked[path.name] = at.st_ino
+            if len(self._checked) > self.limit_bytes // BLOCK_BYTES:
+                self._checked.popitem(last=False)
             return found
         finally:
             os.close(handle)
@@ -160,19 +165,26 @@ class BlockCache:
 
     def _keep(self, path: Path, data: bytes) -> None:
         temporary = path.parent / f".{secrets.token_hex(8)}"
+        with self._full_disk_costs_time():
+            try:
+                path.parent.mkdir(exist_ok=True)
+                temporary.write_bytes(data + _sum(data))
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._make_room(len(data) + SUM_BYTES)
+
+    @contextmanager
+    def _full_disk_costs_time(self) -> Iterator[None]:
+        """And nothing else: what is written inside is left out."""
         try:
-            path.parent.mkdir(exist_ok=True)
-            temporary.write_bytes(data + _sum(data))
-            temporary.replace(path)
+            yield
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             LOG.warning(
                 "%s: %s; what does not fit is read again each time", self.folder, error.strerror
             )
-            return
-        self._make_room(len(data) + SUM_BYTES)
 
     # ------------------------------------------------------------------------------------ the limit
 
@@ -213,7 +225,7 @@ class BlockCache:
                 unfinished and now_s - used_s > OLD_S
             ):
                 path.unlink(missing_ok=True)
-                self._checked.pop(path, None)
+                self._checked.pop(path.name, None)
                 total -= size
         return total
 
@@ -266,19 +278,24 @@ class BlockCache:
     def _lock(self, name: str) -> Iterator[None]:
         """Who holds it longer than storage is asked for is stopped, or hangs: the others continue
         without it, which costs what is read twice, and no more."""
-        with self._opened(name) as handle:
-            until_s = time.monotonic() + LOCK_MOST_S
-            while not _locked(handle):
-                if time.monotonic() > until_s:
-                    LOG.warning(
-                        "%s/locks/%s has been held for %.0f s: not waited for",
-                        self.folder,
-                        name,
-                        LOCK_MOST_S,
-                    )
-                    break
-                time.sleep(LOCK_LOOK_S)
+        with ExitStack() as held:
+            with self._full_disk_costs_time():
+                handle = held.enter_context(self._opened(name))
+                self._wait_for(handle, name)
             yield
+
+    def _wait_for(self, handle: int, name: str) -> None:
+        until_s = time.monotonic() + LOCK_MOST_S
+        while not _locked(handle):
+            if time.monotonic() > until_s:
+                LOG.warning(
+                    "%s/locks/%s has been held for %.0f s: not waited for",
+                    self.folder,
+                    name,
+                    LOCK_MOST_S,
+                )
+                return
+            time.sleep(LOCK_LOOK_S)
 
     @contextmanager
     def _opened(self, lock: str) -> Iterator[int]:

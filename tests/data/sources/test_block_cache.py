@@ -144,15 +144,30 @@ def test_a_file_that_was_replaced_is_another_one(far: Remote) -> None:
         BlockCache().read(far, 5 * BLOCK, 10)
 
 
+@pytest.mark.parametrize("refused", ["block", "count", "lock"])
 def test_a_full_disk_only_costs_time(
-    far: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    far: Remote, refused: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(self: Path, data: bytes) -> int:
+    def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert BlockCache().read(far, 0, 3) == far.storage.get("data")[:3]
-    assert "No space left" in caplog.text and not blocks(BlockCache())
+    cache = BlockCache()
+    name = {"block": "write_bytes", "count": "write_text"}.get(refused)
+    monkeypatch.setattr(*((Path, name, full) if name else (cache, "_opened", full)))
+    for _ in range(2):
+        assert cache.read(far, 0, 3) == far.storage.get("data")[:3]
+    assert "No space left" in caplog.text and bool(blocks(cache)) == (refused != "block")
+
+
+def test_what_is_remembered_of_blocks_is_bounded(far: Remote) -> None:
+    """Also where another process removes them."""
+    cache = BlockCache(limit_bytes=5 * (BLOCK + 8))
+    for number in range(11):
+        for offset in (0, 1):  # fetched; from the disk, and checked
+            cache.read(far, number * BLOCK + offset, 1)
+        (path,) = blocks(cache)
+        path.unlink()
+    assert len(cache._checked) == 5
 
 
 def test_built_once_while_others_wait() -> None:
