@@ -14,11 +14,12 @@ from elastic.data.budget import check_lengths
 from elastic.data.mixture import Mixture
 from elastic.data.packing import Documents, MaskedWindows, Padded, Whole, Windows
 from elastic.data.sources.arrow_datasets import ArrowRows, ArrowTokens
+from elastic.data.sources.arrow_tables import HuggingFace, Parquet
 from elastic.data.sources.block_cache import BlockCache
-from elastic.data.sources.corpus import Corpus, FileBytes, TokenFiles, Tokenized, n_tokens
+from elastic.data.sources.corpus import Corpus, FileBytes, TokenFiles, Tokenized
 from elastic.data.sources.files import Files, files_at
 from elastic.data.sources.parquet import Rows
-from elastic.data.sources.records import Columns, HuggingFace, Jsonl, Parquet, Records
+from elastic.data.sources.records import Columns, Jsonl, Records
 from elastic.data.sources.text_folder import split_files
 from elastic.data.sources.tokenizers import tokenizer_of
 from elastic.data.streams import Stream, check_shuffles, has_items, is_stream, refuse_loader
@@ -273,7 +274,7 @@ def _samples(corpus: Corpus, source: SourceSpec, place: _Place) -> Any:
     found = kinds.get(source.pack, Windows)(corpus, source.seq)
     if not len(found):
         raise SpecError(
-            f"it holds {n_tokens(corpus)} tokens; one sample of seq={source.seq} needs "
+            f"it holds {corpus.n_tokens} tokens; one sample of seq={source.seq} needs "
             f"{source.seq + 1}"
         )
     return found

@@ -178,6 +178,18 @@ def test_fields_of_ids_and_of_numbers(place: Path) -> None:
     assert len(opened(place, train="indexed")) == len(opened(place, train={"rows": "indexed"})) == 5
 
 
+@pytest.mark.parametrize(("pack", "looked_for"), [("stream", False), ("cut", True)])
+def test_ends_of_documents_are_looked_for_where_a_sample_has_them(
+    place: Path, own_cache: Path, pack: str, looked_for: bool
+) -> None:
+    source = {"tokens": "train.bin", "dtype": "uint16", "seq": 9, "end_token": 30, "pack": pack}
+    found = opened(place, train=source)
+    assert len(found) == 11 and found[3]["input"].tolist() == [*range(27, 36)]
+    assert any(path.name.startswith("ends-") for path in (own_cache / "built").iterdir()) == (
+        looked_for
+    )
+
+
 def test_mixtures_hand_on_what_their_parts_do_not_say(place: Path) -> None:
     parts = {
         "files": {"folder": "texts", "weight": 3},
