@@ -10,7 +10,8 @@ from data once.
                                                    makes progress touches its own
 
 A block is checked when a process first reads it; one that is cut off or altered is fetched again.
-Where the blocks exceed `limit_bytes`, those that were not used for the longest time go.
+Where the blocks exceed `limit_bytes`, those that were not used for the longest time go. Where the
+files do not fit, one miss of WHOLE_EVERY brings a block, the others only what is asked for.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ LOG = logging.getLogger(__name__)
 FOLDER, LIMIT_BYTES = "ELASTIC_CACHE", 20 << 30
 BLOCK_BYTES = 4 << 20
 SUM_BYTES = 8
+RANGE_BYTES, WHOLE_EVERY = 64 << 10, 64
 N_LOCKS = 64  # blocks share them
 USED_EVERY_S = 60.0  # how exactly the last use of a block is noted
 ROOM = 0.9  # of the limit that is left when blocks had to go
@@ -74,7 +76,7 @@ class BlockCache:
 
     def __init__(self, folder: str | Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = Path(folder or default_folder()).expanduser().absolute()
-        self.limit_bytes = limit_bytes
+        self.limit_bytes, self.wanted_bytes = limit_bytes, 0
         if limit_bytes < BLOCK_BYTES:
             raise SpecError(
                 f"cache {self.folder}: a limit of {limit_bytes} bytes holds no block of "
@@ -82,7 +84,8 @@ class BlockCache:
             )
         # name of a block -> inode that was found right; as many as the limit holds, the last used
         self._checked: OrderedDict[str, int] = OrderedDict()
-        self._counted = False
+        self._counted, self._missed = False, 0
+        self._last = ("", 0, b"")  # range that was fetched: digest of its file, first byte, bytes
         try:
             for name in ("blocks", "built", "locks"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -93,6 +96,15 @@ class BlockCache:
             ) from error
 
     # --------------------------------------------------------------------------------------- blocks
+
+    def expect(self, n_bytes: int) -> None:
+        """Files of that size are read by this process for a long time, in any order."""
+        self.wanted_bytes += n_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Is there room for what was said to be read?"""
+        return self.wanted_bytes <= self.limit_bytes
 
     def read(self, file: Remote, offset: int, length: int) -> bytes:
         """Bytes offset .. offset+length of a file; fewer when it ends before. Raises what its
@@ -110,16 +122,38 @@ class BlockCache:
         digest = file.digest
         path = self.folder / "blocks" / digest[:2] / f"{digest}-{number}"
         found = self._from_disk(path, _block_bytes(file, number), skip, n=n)
+        if found is None and not self.fits:
+            found = self._range(file, number, skip, n=n)
         if found is not None:
             return found
         with self._lock(f"block-{(int(path.name[:8], 16) ^ number) % N_LOCKS}"):
             # another process was quicker
             found = self._from_disk(path, _block_bytes(file, number), skip, n=n)
             if found is None:
-                data = self._fetched(file, number)
+                data = self._fetched(file, number * BLOCK_BYTES, _block_bytes(file, number))
                 self._keep(path, data)
                 found = data[skip : skip + n]
         return found
+
+    def _range(self, file: Remote, number: int, skip: int, *, n: int) -> bytes | None:
+        """Without its block; None = it is the turn of a whole one. Where it follows on the last
+        one, twice as much is fetched: a file may be read in small pieces from its beginning to its
+        end."""
+        digest, at = file.digest, number * BLOCK_BYTES
+        offset = at + skip
+        of, first, data = self._last
+        follows = of == digest and first <= offset <= first + len(data)
+        if not follows or offset + n > first + len(data):
+            self._missed += 1
+            if self._missed % WHOLE_EVERY == 0:
+                return None
+            ahead = 2 * len(data) if follows else 0
+            first = offset - skip % RANGE_BYTES
+            n_ranges = -(-max(offset + n - first, ahead) // RANGE_BYTES)
+            stop = min(first + n_ranges * RANGE_BYTES, at + _block_bytes(file, number))
+            data = self._fetched(file, first, stop - first)
+            self._last = digest, first, data
+        return data[offset - first : offset - first + n]
 
     def _from_disk(self, path: Path, n_block: int, skip: int, *, n: int) -> bytes | None:
         try:
@@ -152,9 +186,8 @@ class BlockCache:
         finally:
             os.close(handle)
 
-    def _fetched(self, file: Remote, number: int) -> bytes:
-        wanted = _block_bytes(file, number)
-        data = bytes(file.storage.read(file.key, number * BLOCK_BYTES, wanted))
+    def _fetched(self, file: Remote, offset: int, wanted: int) -> bytes:
+        data = bytes(file.storage.read(file.key, offset, wanted))
         gets_on()
         if len(data) != wanted:
             raise SpecError(
