@@ -49,7 +49,7 @@ class Corpus(Protocol):
 class Parts:
     """Which piece of which file: `starts` [files + 1] in tokens."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
         self.starts = np.concatenate(([0], np.cumsum(np.asarray(lengths, dtype=np.int64))))
 
     def pieces(self, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
