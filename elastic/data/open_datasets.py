@@ -4,8 +4,8 @@ with it is said at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from elastic.data.budget import check_lengths
 from elastic.data.mixture import Mixture
 from elastic.data.packing import Documents, MaskedWindows, Padded, Whole, Windows
 from elastic.data.sources.arrow_datasets import ArrowRows, ArrowTokens
+from elastic.data.sources.arrow_tables import HuggingFace, Parquet
 from elastic.data.sources.block_cache import BlockCache
-from elastic.data.sources.corpus import Corpus, FileBytes, TokenFiles, Tokenized, n_tokens
+from elastic.data.sources.corpus import Corpus, FileBytes, TokenFiles, Tokenized
 from elastic.data.sources.files import Files, files_at
 from elastic.data.sources.parquet import Rows
-from elastic.data.sources.records import Columns, HuggingFace, Jsonl, Parquet, Records
+from elastic.data.sources.records import Columns, Jsonl, Records
 from elastic.data.sources.text_folder import split_files
 from elastic.data.sources.tokenizers import tokenizer_of
 from elastic.data.streams import Stream, check_shuffles, has_items, is_stream, refuse_loader
@@ -38,10 +39,18 @@ class Sets(dict[str, Any]):
 def dataset_of(program: Program, job: Job) -> Any:
     """The job's training data: what its key `data.train` names, else the program's own. Raises
     SpecError without either."""
+    return _train(program, job)[0]
+
+
+def _train(program: Program, job: Job) -> tuple[Any, str]:
+    """The dataset, and what a person should know of it; '' = nothing."""
+    note = ""
     data = DataSpec.model_validate(job.data.plain())
     if data.train is not None:
         what = "data.train"
-        dataset = _named(what, data.train, _place(job, data))
+        place = _Place.of(job, data)
+        dataset = _named(what, data.train, place)
+        note = place.note(what)
     elif program.dataset is None:
         raise SpecError(
             f"there is no data: {program.of}dataset is None, and the job names no data.train"
@@ -58,14 +67,14 @@ def dataset_of(program: Program, job: Job) -> Any:
         else:
             checked(dataset, what)
     check_lengths(job, dataset, what)
-    return dataset
+    return dataset, note
 
 
 def validation_of(program: Program, job: Job) -> Any:
     """As `dataset_of`; `Sets` where the job names several; None = there is none."""
     data = DataSpec.model_validate(job.data.plain())
     if data.validation is not None:
-        place = _place(job, data)
+        place = _Place.of(job, data)
         found = Sets()
         for name, one in data.validation.items():
             what = "data.validation" + (f".{name}" if name else "")
@@ -83,15 +92,18 @@ def validation_of(program: Program, job: Job) -> Any:
 
 @dataclass(frozen=True)
 class PhaseData:
-    """`job`: with the lengths of the datasets; `datasets`: by the phase that begins with them."""
+    """`job`: with the lengths of the datasets; `datasets`: by the phase that begins with them;
+    `notes`: what a person should know of them."""
 
     job: Job
     datasets: Mapping[int, Any]
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, program: Program, job: Job) -> PhaseData:
         """Raises SpecError that names the phase where its data cannot be opened."""
-        first = dataset_of(program, job)
+        first, note = _train(program, job)
+        notes = [note]
         job, found = replace(job, n_samples=len(first)), {0: first}
         for number in range(1, len(job.phases)):
             of_phase = job.in_phase(number)
@@ -103,13 +115,13 @@ class PhaseData:
                 )
             if of_phase.data_phase == number:
                 try:
-                    found[number] = dataset_of(program, of_phase)
+                    found[number], note = _train(program, of_phase)
                 except SpecError as error:
                     raise SpecError(f"phases, entry {number}: {error}") from error
-        if not job.phases:
-            return cls(job, found)
+                notes.append(note and f"phases, entry {number}: {note}")
         each = (job.in_phase(number).data_phase for number in range(len(job.phases)))
-        return cls(replace(job, lengths=tuple(len(found[begun]) for begun in each)), found)
+        lengths = tuple(len(found[begun]) for begun in each)
+        return cls(replace(job, lengths=lengths), found, tuple(filter(None, notes)))
 
 
 def _is_map(dataset: Any) -> bool:
@@ -145,25 +157,41 @@ def checked(dataset: Any, what: str) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where relative paths begin, and the node's cache."""
+    """Where relative paths begin, and the node's cache, once it is asked for."""
 
     folder: Path
-    cache: Callable[[], BlockCache]
+    data: DataSpec
     seed: int
+    made: list[BlockCache] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, job: Job, data: DataSpec) -> _Place:
+        return cls(Path(job.folder).absolute(), data, job.seed)
+
+    def cache(self) -> BlockCache:
+        if not self.made:
+            self.made.append(BlockCache(self.data.cache, int(self.data.cache_gb * 1e9)))
+        return self.made[0]
+
+    def reads(self, files: Files) -> None:
+        """Samples are read from these files."""
+        if files.cache is not None:
+            files.cache.expect(sum(files.sizes))
+
+    def note(self, what: str) -> str:
+        """'' where what samples are read from fits into the cache."""
+        for cache in self.made:
+            if not cache.fits:
+                wanted, limit = (n / 1e9 for n in (cache.wanted_bytes, cache.limit_bytes))
+                return (
+                    f"{what}: {wanted:.4g} GB in object storage do not fit into a node's cache "
+                    f"(data.cache_gb: {limit:.4g}): a sample that is not in it is fetched each "
+                    "time; raise data.cache_gb where the nodes' disks have room"
+                )
+        return ""
 
     def path(self, text: str) -> str:
         return text if "://" in text else str(self.folder / Path(text).expanduser())
-
-
-def _place(job: Job, data: DataSpec) -> _Place:
-    made: list[BlockCache] = []
-
-    def cache() -> BlockCache:
-        if not made:
-            made.append(BlockCache(data.cache, int(data.cache_gb * 1e9)))
-        return made[0]
-
-    return _Place(Path(job.folder).absolute(), cache, job.seed)
 
 
 def _named(where: str, source: SourceSpec, place: _Place) -> Any:
@@ -190,6 +218,7 @@ def _opened(source: SourceSpec, place: _Place) -> Any:
             raise SpecError(
                 f"end_token '{source.end_token}': a token file has ids only; give the id"
             )
+        place.reads(files)
         return _samples(
             TokenFiles(files, source.dtype, source.end_token, cache=place.cache()), source, place
         )
@@ -198,6 +227,7 @@ def _opened(source: SourceSpec, place: _Place) -> Any:
     records = _records(where, source, place.cache())
     of_text = (source.text, source.tokenizer, source.end_token, source.seq, source.pack)
     if all(key is None for key in of_text):
+        place.reads(records.files)
         return Columns(records, source.columns)
     return _samples(_tokenized(records, source.text or TEXT, source, place=place), source, place)
 
@@ -242,6 +272,7 @@ def _folder(where: str, source: SourceSpec, place: _Place) -> Corpus:
     files = files_at(where, source.pattern or "**", place.cache() if "://" in where else None)
     files = split_files(files, source.part or "all", VALIDATION_SHARE)
     if source.tokenizer in (None, "bytes") and source.end_token is None:
+        place.reads(files)
         return FileBytes(files)
     return _tokenized(_FileTexts(files), "", source, place=place)
 
@@ -273,7 +304,7 @@ def _samples(corpus: Corpus, source: SourceSpec, place: _Place) -> Any:
     found = kinds.get(source.pack, Windows)(corpus, source.seq)
     if not len(found):
         raise SpecError(
-            f"it holds {n_tokens(corpus)} tokens; one sample of seq={source.seq} needs "
+            f"it holds {corpus.n_tokens} tokens; one sample of seq={source.seq} needs "
             f"{source.seq + 1}"
         )
     return found

@@ -12,6 +12,7 @@ position   0, 1, ... from the first token of each document that is here
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.data.progress import gets_on
+from elastic.data.sources.array_file import ArrayWriter
 from elastic.data.sources.block_cache import BlockCache
-from elastic.data.sources.corpus import Corpus, n_tokens
+from elastic.data.sources.corpus import Corpus
 from elastic.errors import SpecError
 
 NO_TARGET = -100
@@ -35,7 +37,7 @@ class Windows:
 
     def __init__(self, corpus: Corpus, seq: int) -> None:
         self.corpus, self.seq = corpus, seq
-        self._n = max(0, n_tokens(corpus) - 1) // _checked(seq)
+        self._n = max(0, corpus.n_tokens - 1) // _checked(seq)
 
     def __len__(self) -> int:
         return self._n
@@ -74,9 +76,14 @@ class Whole:
         self.corpus, self.seq = corpus, _checked(seq)
 
         def plan(into: Path) -> None:
-            pieces, firsts = packed(np.asarray(corpus.ends), seq)
-            np.save(into / PIECES, pieces)
-            np.save(into / FIRSTS, firsts)
+            with ArrayWriter(into / PIECES, 3) as pieces, ArrayWriter(into / FIRSTS) as firsts:
+                firsts.add([0])
+                n = 0
+                for some, counts in packed(corpus.ends, seq):
+                    pieces.add(some)
+                    firsts.add(n + np.cumsum(counts))
+                    n += len(some)
+                    gets_on()
 
         name = f"packed-{corpus.name}-{seq}-{LOOK_AHEAD}"
         folder = (cache or BlockCache()).once(name, plan)
@@ -150,25 +157,30 @@ class Padded(Documents):
         return self.seq
 
 
-def packed(ends: NDArray[np.int64], seq: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The pieces [pieces, 3] (first token, length, does its document continue?) in the order of
-    their samples, and the first piece of each sample, [samples + 1]. A function of its
+def packed(ends: NDArray[np.int64], seq: int) -> Iterator[tuple[NDArray[np.int64], list[int]]]:
+    """LOOK_AHEAD pieces at a time: [pieces, 3] (first token, length, does its document continue?)
+    in the order of their samples, and how many each of these samples has. A function of its
     arguments."""
-    starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
-    n_cuts = -(-(ends - starts) // seq)
-    document = np.repeat(np.arange(len(ends)), n_cuts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(n_cuts) - n_cuts, n_cuts)
-    first = starts[document] + number * seq
-    length = np.minimum(ends[document] - first, seq)
-    pieces = np.stack([first, length, (first + length < ends[document]).astype(np.int64)], axis=1)
-    order: list[int] = []
-    firsts = [0]
-    for at in range(0, len(pieces), LOOK_AHEAD):
-        for sample in _fitted(length[at : at + LOOK_AHEAD].tolist(), seq):
-            order += [at + i for i in sample]
-            firsts.append(len(order))
-        gets_on()
-    return pieces[np.asarray(order, dtype=np.int64)], np.asarray(firsts, dtype=np.int64)
+    for pieces in _pieces(ends, seq):
+        samples = _fitted(pieces[:, 1].tolist(), seq)
+        order = np.asarray([i for sample in samples for i in sample])
+        yield pieces[order], [len(sample) for sample in samples]
+
+
+def _pieces(ends: NDArray[np.int64], seq: int) -> Iterator[NDArray[np.int64]]:
+    """Those of all documents in their order, LOOK_AHEAD at a time."""
+    document = at = 0  # the first that is left, and its first token that is
+    while document < len(ends):
+        stops = np.asarray(ends[document : document + LOOK_AHEAD])
+        starts = np.concatenate(([at], stops[:-1]))
+        until = np.minimum(np.cumsum(-(-(stops - starts) // seq)), LOOK_AHEAD)
+        n_cuts = np.diff(until, prepend=0)
+        of = np.repeat(np.arange(len(stops)), n_cuts)
+        first = starts[of] + (np.arange(len(of)) - np.repeat(until - n_cuts, n_cuts)) * seq
+        last = np.minimum(first + seq, stops[of])
+        yield np.stack([first, last - first, last < stops[of]], axis=1)
+        at = int(last[-1])
+        document += int(np.searchsorted(stops, at, side="right"))
 
 
 def _fitted(lengths: list[int], seq: int) -> list[list[int]]:

@@ -38,7 +38,8 @@ def of(event: Event, view: NamedThings) -> str | None:
         case types.NodeReady(node):
             return f"node {node.node_id} is ready: pool {node.pool}, {n_of(node.gpus, 'worker')}"
         case types.NodePrepared():
-            return f"{node_name(event.node_id, view)} is prepared: its workers have the program"
+            said = f"{node_name(event.node_id, view)} is prepared: its workers have the program"
+            return "; note: ".join((said, *event.notes))
         case types.NodeRefused():
             return f"{node_name(event.node_id, view)} is rejected: {event.reason}"
         case types.Notice():

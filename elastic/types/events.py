@@ -55,7 +55,8 @@ class NodePrepared(Event):
     `sample`: what one sample asks of the model, None = it could not be found out; `admission`: what
     was found when it was admitted, None = nobody looked. `pinned_rounded`: its torch rounds pinned
     host buffers up to a power of two bytes. `phase_samples`, `phase_lengths`: sample and length of
-    the dataset in each phase of the job; () = it has none."""
+    the dataset in each phase of the job; () = it has none. `notes`: what a person should know of
+    the data, a line each, that no node before has said."""
 
     node_id: str
     pids: tuple[int, ...] = ()
@@ -65,6 +66,7 @@ class NodePrepared(Event):
     pinned_rounded: bool = False
     phase_samples: tuple[SampleProfile | None, ...] = ()
     phase_lengths: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:

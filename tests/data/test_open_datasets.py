@@ -17,7 +17,7 @@ import pytest
 
 from elastic.config.data_section import DataSpec, SourceSpec
 from elastic.config.job import job_of
-from elastic.data.open_datasets import Sets, dataset_of, validation_of
+from elastic.data.open_datasets import PhaseData, Sets, dataset_of, validation_of
 from elastic.data.progress import heard_by
 from elastic.data.sources.parquet import write_rows
 from elastic.errors import SpecError
@@ -178,6 +178,18 @@ def test_fields_of_ids_and_of_numbers(place: Path) -> None:
     assert len(opened(place, train="indexed")) == len(opened(place, train={"rows": "indexed"})) == 5
 
 
+@pytest.mark.parametrize(("pack", "looked_for"), [("stream", False), ("cut", True)])
+def test_ends_of_documents_are_looked_for_where_a_sample_has_them(
+    place: Path, own_cache: Path, pack: str, looked_for: bool
+) -> None:
+    source = {"tokens": "train.bin", "dtype": "uint16", "seq": 9, "end_token": 30, "pack": pack}
+    found = opened(place, train=source)
+    assert len(found) == 11 and found[3]["input"].tolist() == [*range(27, 36)]
+    assert any(path.name.startswith("ends-") for path in (own_cache / "built").iterdir()) == (
+        looked_for
+    )
+
+
 def test_mixtures_hand_on_what_their_parts_do_not_say(place: Path) -> None:
     parts = {
         "files": {"folder": "texts", "weight": 3},
@@ -224,6 +236,29 @@ def test_under_s3(place: Path, s3: Storage) -> None:
     s3.put("rows.jsonl", (place / "rows.jsonl").read_bytes())
     found = opened(place, train={**SOURCES["jsonl"], "jsonl": s3.uri_of("rows.jsonl")})
     assert bytes(tokens(found)) == STREAM[: 8 * len(found)]
+
+
+def test_what_does_not_fit_into_the_cache_is_said_once_it_is_open(place: Path, s3: Storage) -> None:
+    """By what samples are read from, of all parts together: not by text that is tokenized once."""
+    s3.put("a.bin", bytes(3_000_000))
+    s3.put("b.bin", bytes(3_000_000))
+    s3.put("text.jsonl", b'{"text": "' + bytes([65]) * 5_000_000 + b'"}')
+
+    def notes(cache_gb: float, **train: Any) -> tuple[str, ...]:
+        return PhaseData.of(
+            NONE, Job.from_plain(job(place, {"train": train, "cache_gb": cache_gb}))
+        ).notes
+
+    parts = {name: {"tokens": s3.uri_of(f"{name}.bin"), "dtype": "uint8"} for name in "ab"}
+    both = {"mixture": parts, "seq": 4}
+    assert notes(0.0061, **both) == notes(0.005, **parts["a"], seq=4) == ()
+    assert notes(0.005, **both) == (
+        "data.train: 0.006 GB in object storage do not fit into a node's cache (data.cache_gb: "
+        "0.005): a sample that is not in it is fetched each time; raise data.cache_gb where the "
+        "nodes' disks have room",
+    )
+    assert not notes(0.0045, jsonl=s3.uri_of("text.jsonl"), tokenizer="bytes", seq=4)
+    assert not notes(0.0045, folder="texts", seq=4)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ class Row:
 
     def __init__(self, lengths: list[int]) -> None:
         self.ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
+        self.n_tokens = sum(lengths)
         self.name = "row-" + "-".join(map(str, lengths))
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -125,10 +126,34 @@ def test_every_token_comes_up_once_and_no_target_crosses_a_document(
 
 def test_packing_fills_well_and_quickly() -> None:
     lengths = np.random.default_rng(0).lognormal(5, 1, 50_000).astype(np.int64).clip(1, 4000)
-    chosen, firsts = packed(np.cumsum(lengths), 1024)
-    filled = chosen[:, 1].sum() / ((len(firsts) - 1) * 1024)
-    assert filled > 0.99
-    assert firsts[0] == 0 and firsts[-1] == len(chosen)
+    n_tokens = n_samples = 0
+    for pieces, counts in packed(np.cumsum(lengths), 1024):
+        assert sum(counts) == len(pieces) <= packing.LOOK_AHEAD
+        n_tokens, n_samples = n_tokens + pieces[:, 1].sum(), n_samples + len(counts)
+    assert n_tokens == lengths.sum() and n_tokens / (n_samples * 1024) > 0.99
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    seq=st.integers(1, 17),
+    look=st.integers(1, 70),
+)
+def test_pieces_are_taken_in_the_order_of_documents_whatever_their_length(
+    lengths: list[int], seq: int, look: int
+) -> None:
+    """A sample keeps its number: runs go on, and what was packed before stays in the cache."""
+    every, start = list[list[int]](), 0
+    for length in lengths:
+        for at in range(0, length, seq):
+            n = min(seq, length - at)
+            every.append([start + at, n, int(at + n < length)])
+        start += length
+    before, packing.LOOK_AHEAD = packing.LOOK_AHEAD, look
+    try:
+        found = [pieces.tolist() for pieces in packing._pieces(np.cumsum(lengths), seq)]
+    finally:
+        packing.LOOK_AHEAD = before
+    assert found == [every[at : at + look] for at in range(0, len(every), look)]
 
 
 def test_one_document_per_sample() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.data.progress import gets_on
+from elastic.data.sources.array_file import ArrayWriter
 from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.corpus import ENDS, Parts, Tokenizer, Tokens, id_type
 from elastic.data.sources.files import files_at
@@ -157,6 +158,7 @@ class ArrowTokens:
         self.ends: NDArray[np.int64] = np.load(folder / ENDS, mmap_mode="r")
         self._lists = datasets.Dataset.from_file(str(folder / TOKENS)).data.column(IDS)
         self._parts = Parts([len(_values(lists)) for lists in self._lists.chunks])
+        self.n_tokens = int(self._parts.starts[-1])
 
     def read(self, start: int, stop: int) -> Tokens:
         found = [
@@ -180,9 +182,12 @@ class ArrowTokens:
                 cache_file_name=str(into / TOKENS),
                 new_fingerprint=self._key,
             )
-        lengths = [lists.value_lengths().to_numpy() for lists in found.data.column(IDS).chunks]
-        ends = np.cumsum(np.concatenate([*lengths, np.zeros(0)]), dtype=np.int64)
-        np.save(into / ENDS, np.unique(ends[ends > 0]))
+        at = 0
+        with ArrayWriter(into / ENDS) as out:
+            for lists in found.data.column(IDS).chunks:
+                ends = at + np.cumsum(lists.value_lengths().to_numpy(), dtype=np.int64)
+                out.add(np.unique(ends[ends > at]))
+                at += len(_values(lists))
 
     def _ids_of(self, batch: Any, indices: Sequence[int]) -> dict[str, Any]:
         for index, text in zip(indices, batch[self.field], strict=True):

@@ -10,7 +10,8 @@ from data once.
                                                    makes progress touches its own
 
 A block is checked when a process first reads it; one that is cut off or altered is fetched again.
-Where the blocks exceed `limit_bytes`, those that were not used for the longest time go.
+Where the blocks exceed `limit_bytes`, those that were not used for the longest time go. Where the
+files do not fit, one miss of WHOLE_EVERY brings a block, the others only what is asked for.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import re
 import secrets
 import shutil
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,7 @@ LOG = logging.getLogger(__name__)
 FOLDER, LIMIT_BYTES = "ELASTIC_CACHE", 20 << 30
 BLOCK_BYTES = 4 << 20
 SUM_BYTES = 8
+RANGE_BYTES, WHOLE_EVERY = 64 << 10, 64
 N_LOCKS = 64  # blocks share them
 USED_EVERY_S = 60.0  # how exactly the last use of a block is noted
 ROOM = 0.9  # of the limit that is left when blocks had to go
@@ -73,14 +76,16 @@ class BlockCache:
 
     def __init__(self, folder: str | Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
         self.folder = Path(folder or default_folder()).expanduser().absolute()
-        self.limit_bytes = limit_bytes
+        self.limit_bytes, self.wanted_bytes = limit_bytes, 0
         if limit_bytes < BLOCK_BYTES:
             raise SpecError(
                 f"cache {self.folder}: a limit of {limit_bytes} bytes holds no block of "
                 f"{BLOCK_BYTES}"
             )
-        self._checked: dict[Path, int] = {}  # block -> inode that was found right
-        self._counted = False
+        # name of a block -> inode that was found right; as many as the limit holds, the last used
+        self._checked: OrderedDict[str, int] = OrderedDict()
+        self._counted, self._missed = False, 0
+        self._last = ("", 0, b"")  # range that was fetched: digest of its file, first byte, bytes
         try:
             for name in ("blocks", "built", "locks"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -91,6 +96,15 @@ class BlockCache:
             ) from error
 
     # --------------------------------------------------------------------------------------- blocks
+
+    def expect(self, n_bytes: int) -> None:
+        """Files of that size are read by this process for a long time, in any order."""
+        self.wanted_bytes += n_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Is there room for what was said to be read?"""
+        return self.wanted_bytes <= self.limit_bytes
 
     def read(self, file: Remote, offset: int, length: int) -> bytes:
         """Bytes offset .. offset+length of a file; fewer when it ends before. Raises what its
@@ -108,16 +122,38 @@ class BlockCache:
         digest = file.digest
         path = self.folder / "blocks" / digest[:2] / f"{digest}-{number}"
         found = self._from_disk(path, _block_bytes(file, number), skip, n=n)
+        if found is None and not self.fits:
+            found = self._range(file, number, skip, n=n)
         if found is not None:
             return found
         with self._lock(f"block-{(int(path.name[:8], 16) ^ number) % N_LOCKS}"):
             # another process was quicker
             found = self._from_disk(path, _block_bytes(file, number), skip, n=n)
             if found is None:
-                data = self._fetched(file, number)
+                data = self._fetched(file, number * BLOCK_BYTES, _block_bytes(file, number))
                 self._keep(path, data)
                 found = data[skip : skip + n]
         return found
+
+    def _range(self, file: Remote, number: int, skip: int, *, n: int) -> bytes | None:
+        """Without its block; None = it is the turn of a whole one. Where it follows on the last
+        one, twice as much is fetched: a file may be read in small pieces from its beginning to its
+        end."""
+        digest, at = file.digest, number * BLOCK_BYTES
+        offset = at + skip
+        of, first, data = self._last
+        follows = of == digest and first <= offset <= first + len(data)
+        if not follows or offset + n > first + len(data):
+            self._missed += 1
+            if self._missed % WHOLE_EVERY == 0:
+                return None
+            ahead = 2 * len(data) if follows else 0
+            first = offset - skip % RANGE_BYTES
+            n_ranges = -(-max(offset + n - first, ahead) // RANGE_BYTES)
+            stop = min(first + n_ranges * RANGE_BYTES, at + _block_bytes(file, number))
+            data = self._fetched(file, first, stop - first)
+            self._last = digest, first, data
+        return data[offset - first : offset - first + n]
 
     def _from_disk(self, path: Path, n_block: int, skip: int, *, n: int) -> bytes | None:
         try:
@@ -131,7 +167,7 @@ class BlockCache:
                     "%s: %d bytes, should be %d; read again", path, at.st_size, n_block + SUM_BYTES
                 )
                 return None
-            if self._checked.get(path) != at.st_ino:
+            if self._checked.get(path.name) != at.st_ino:
                 whole = os.pread(handle, n_block + SUM_BYTES, 0)
                 if _sum(whole[:-SUM_BYTES]) != whole[-SUM_BYTES:]:
                     LOG.warning("%s: its checksum is wrong; read again", path)
@@ -142,14 +178,16 @@ class BlockCache:
             now_s = time.time()
             if now_s - at.st_mtime > USED_EVERY_S:
                 os.utime(handle, (now_s, now_s))
-            self._checked[path] = at.st_ino
+            self._checked.pop(path.name, None)
+            self._checked[path.name] = at.st_ino
+            if len(self._checked) > self.limit_bytes // BLOCK_BYTES:
+                self._checked.popitem(last=False)
             return found
         finally:
             os.close(handle)
 
-    def _fetched(self, file: Remote, number: int) -> bytes:
-        wanted = _block_bytes(file, number)
-        data = bytes(file.storage.read(file.key, number * BLOCK_BYTES, wanted))
+    def _fetched(self, file: Remote, offset: int, wanted: int) -> bytes:
+        data = bytes(file.storage.read(file.key, offset, wanted))
         gets_on()
         if len(data) != wanted:
             raise SpecError(
@@ -160,19 +198,26 @@ class BlockCache:
 
     def _keep(self, path: Path, data: bytes) -> None:
         temporary = path.parent / f".{secrets.token_hex(8)}"
+        with self._full_disk_costs_time():
+            try:
+                path.parent.mkdir(exist_ok=True)
+                temporary.write_bytes(data + _sum(data))
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._make_room(len(data) + SUM_BYTES)
+
+    @contextmanager
+    def _full_disk_costs_time(self) -> Iterator[None]:
+        """And nothing else: what is written inside is left out."""
         try:
-            path.parent.mkdir(exist_ok=True)
-            temporary.write_bytes(data + _sum(data))
-            temporary.replace(path)
+            yield
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             LOG.warning(
                 "%s: %s; what does not fit is read again each time", self.folder, error.strerror
             )
-            return
-        self._make_room(len(data) + SUM_BYTES)
 
     # ------------------------------------------------------------------------------------ the limit
 
@@ -213,7 +258,7 @@ class BlockCache:
                 unfinished and now_s - used_s > OLD_S
             ):
                 path.unlink(missing_ok=True)
-                self._checked.pop(path, None)
+                self._checked.pop(path.name, None)
                 total -= size
         return total
 
@@ -266,19 +311,24 @@ class BlockCache:
     def _lock(self, name: str) -> Iterator[None]:
         """Who holds it longer than storage is asked for is stopped, or hangs: the others continue
         without it, which costs what is read twice, and no more."""
-        with self._opened(name) as handle:
-            until_s = time.monotonic() + LOCK_MOST_S
-            while not _locked(handle):
-                if time.monotonic() > until_s:
-                    LOG.warning(
-                        "%s/locks/%s has been held for %.0f s: not waited for",
-                        self.folder,
-                        name,
-                        LOCK_MOST_S,
-                    )
-                    break
-                time.sleep(LOCK_LOOK_S)
+        with ExitStack() as held:
+            with self._full_disk_costs_time():
+                handle = held.enter_context(self._opened(name))
+                self._wait_for(handle, name)
             yield
+
+    def _wait_for(self, handle: int, name: str) -> None:
+        until_s = time.monotonic() + LOCK_MOST_S
+        while not _locked(handle):
+            if time.monotonic() > until_s:
+                LOG.warning(
+                    "%s/locks/%s has been held for %.0f s: not waited for",
+                    self.folder,
+                    name,
+                    LOCK_MOST_S,
+                )
+                return
+            time.sleep(LOCK_LOOK_S)
 
     @contextmanager
     def _opened(self, lock: str) -> Iterator[int]:

@@ -8,7 +8,8 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.data.progress import gets_on
+from elastic.data.sources.array_file import ArrayWriter
 from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.files import CHUNK_BYTES, Files
 from elastic.errors import SpecError
@@ -24,15 +26,17 @@ LOG = logging.getLogger(__name__)
 Tokens = NDArray[np.int64]
 DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64", "uint64")
 VERSION = 1
-META, TOKENS, ENDS = "meta.json", "tokens.bin", "ends.npy"
+META, TOKENS, ENDS, HEADS = "meta.json", "tokens.bin", "ends.npy", "heads.npy"
+HEAD = np.dtype([("start", "i8"), ("kind", "U3"), ("tokens", "i8")])  # of a token file
 AT_ONCE = 100  # documents that are tokenized in one call: 1000 whole files took 700 MB
 
 
 class Corpus(Protocol):
-    """`ends`: int64 [documents], where each document ends (exclusive), rising; the last one is the
-    number of tokens. `name`: equal ones have equal tokens."""
+    """`ends`: int64 [documents], where each document ends (exclusive), rising; the last one is
+    `n_tokens`. `name`: equal ones have equal tokens."""
 
     name: str
+    n_tokens: int
 
     @property
     def ends(self) -> NDArray[np.int64]: ...
@@ -42,14 +46,10 @@ class Corpus(Protocol):
         ...
 
 
-def n_tokens(corpus: Corpus) -> int:
-    return int(corpus.ends[-1]) if len(corpus.ends) else 0
-
-
 class Parts:
     """Which piece of which file: `starts` [files + 1] in tokens."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
         self.starts = np.concatenate(([0], np.cumsum(np.asarray(lengths, dtype=np.int64))))
 
     def pieces(self, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
@@ -71,7 +71,7 @@ class FileBytes:
         self.name = f"bytes-{files.digest}-{max_bytes}"
         total = int(self._parts.starts[-1])
         total = total if max_bytes is None else min(total, max_bytes)
-        inside = self._parts.starts[1:]
+        inside, self.n_tokens = self._parts.starts[1:], total
         self.ends = np.append(inside[inside < total], total) if total else inside[:0]
 
     def read(self, start: int, stop: int) -> Tokens:
@@ -103,44 +103,59 @@ class TokenFiles:
             raise SpecError(
                 f"dtype '{dtype}' of {files.uri(0)}: it must be one of {', '.join(DTYPES)}"
             )
-        self.files = files
+        self.files, self._end_token = files, end_token
+        self._cache = cache or BlockCache()
         self.name = f"ids-{files.digest}-{dtype or 'npy'}-{end_token}"
-        self._heads = [_head(files, n, dtype) for n in range(len(files))]
-        lengths = [
-            (files.sizes[n] - start) // kind.itemsize for n, (start, kind) in enumerate(self._heads)
-        ]
-        self._parts = Parts(lengths)
-        ends: NDArray[np.int64] = np.unique(self._parts.starts)
-        if end_token is not None:
-            folder = (cache or BlockCache()).once(
-                f"ends-{self.name}", lambda into: self._scan(into, end_token)
-            )
-            ends = np.load(folder / ENDS, mmap_mode="r")
+        self._heads = self._found(dtype)
+        self._parts = Parts(self._heads["tokens"])
+        self.n_tokens = int(self._parts.starts[-1])
+
+    def _found(self, dtype: str | None) -> NDArray[Any]:
+        """The head of each file: those of .npy files are read once per node."""
+
+        def heads() -> NDArray[Any]:
+            return np.asarray([_head(self.files, n, dtype) for n in range(len(self.files))], HEAD)
+
+        if not any(name.endswith(".npy") for name in self.files.names):
+            return heads()
+        name = f"heads-{self.files.digest}-{dtype or 'npy'}"
+        folder = self._cache.once(name, lambda into: np.save(into / HEADS, heads()))
+        found: NDArray[Any] = np.load(folder / HEADS, mmap_mode="r")
+        return found
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Found in one pass over all tokens, once per node, where a token says it."""
+        found: NDArray[np.int64] = np.unique(self._parts.starts)
+        if self._end_token is not None:
+            folder = self._cache.once(f"ends-{self.name}", self._scan)
+            found = np.load(folder / ENDS, mmap_mode="r")
         # an empty file is no document
-        self.ends: NDArray[np.int64] = ends[np.searchsorted(ends, 0, side="right") :]
+        return found[np.searchsorted(found, 0, side="right") :]
 
     def read(self, start: int, stop: int) -> Tokens:
         found = np.zeros(stop - start, dtype=np.int64)
         at = 0
         for n, first, until in self._parts.pieces(start, stop):
-            head, kind = self._heads[n]
+            head, kind = int(self._heads["start"][n]), np.dtype(self._heads["kind"][n])
             size = kind.itemsize
             data = self.files.read(n, head + first * size, (until - first) * size)
             found[at : at + until - first] = np.frombuffer(data, dtype=kind)
             at += until - first
         return found
 
-    def _scan(self, into: Path, end_token: int) -> None:
-        found, total = [self._parts.starts[1:]], int(self._parts.starts[-1])
-        for start in range(0, total, CHUNK_BYTES):
-            ids = self.read(start, min(total, start + CHUNK_BYTES))
-            found.append(np.flatnonzero(ids == end_token).astype(np.int64) + start + 1)
-            gets_on()
-        np.save(into / ENDS, np.unique(np.concatenate(found)))
+    def _scan(self, into: Path) -> None:
+        ends = self._parts.starts[1:]
+        with ArrayWriter(into / ENDS) as out:
+            for start in range(0, self.n_tokens, CHUNK_BYTES):
+                stop = min(self.n_tokens, start + CHUNK_BYTES)
+                at = np.flatnonzero(self.read(start, stop) == self._end_token) + start + 1
+                out.add(np.union1d(at, ends[(ends > start) & (ends <= stop)]))
+                gets_on()
 
 
-def _head(files: Files, n: int, dtype: str | None) -> tuple[int, np.dtype[Any]]:
-    """Where the tokens begin, and what they are."""
+def _head(files: Files, n: int, dtype: str | None) -> tuple[int, str, int]:
+    """Where the tokens begin, what they are, and how many."""
     uri = files.uri(n)
     if files.names[n].endswith(".npy"):
         start, kind = _npy_head(files, n)
@@ -158,12 +173,13 @@ def _head(files: Files, n: int, dtype: str | None) -> tuple[int, np.dtype[Any]]:
         )
     else:
         start, kind = 0, np.dtype(dtype)
-    if (files.sizes[n] - start) % kind.itemsize:
+    count, rest = divmod(files.sizes[n] - start, kind.itemsize)
+    if rest:
         raise SpecError(
             f"{uri}: {files.sizes[n] - start} bytes are no whole number of {kind} tokens of "
             f"{kind.itemsize}"
         )
-    return start, kind
+    return start, kind.str, count
 
 
 def _npy_head(files: Files, n: int) -> tuple[int, np.dtype[Any]]:
@@ -241,7 +257,7 @@ class Tokenized:
         folder = (cache or BlockCache()).once(self.name, self._write)
         self.meta = json.loads((folder / META).read_text())
         self.ends: NDArray[np.int64] = np.load(folder / ENDS, mmap_mode="r")
-        n = int(self.meta["tokens"])
+        self.n_tokens = n = int(self.meta["tokens"])
         self._ids = (
             np.memmap(folder / TOKENS, dtype=self.meta["dtype"], mode="r", shape=(n,))
             if n
@@ -253,30 +269,29 @@ class Tokenized:
 
     def _write(self, into: Path) -> None:
         kind = id_type(self.tokenizer)
-        ends, at = list[int](), 0
-        waiting: list[Any] = []
-        with (into / TOKENS).open("wb") as file:
-
-            def write() -> None:
-                nonlocal at
-                for ids in self.tokenizer.encode(waiting):
+        at = 0
+        with (into / TOKENS).open("wb") as file, ArrayWriter(into / ENDS) as out:
+            for texts in self._some():
+                ends = list[int]()
+                for ids in self.tokenizer.encode(texts):
                     file.write(np.asarray(ids, dtype=kind).tobytes())
                     at += len(ids)
-                    ends.append(at)
-                waiting.clear()
+                    if len(ids):
+                        ends.append(at)
+                out.add(ends)
                 gets_on()
-
-            for n, text in enumerate(self.documents.texts(self.field)):
-                if problem := self.tokenizer.problem(text):
-                    raise SpecError(f"{self.documents.where(n)}, field '{self.field}': {problem}")
-                waiting.append(text)
-                if len(waiting) == AT_ONCE:
-                    write()
-            write()
             file.flush()
             os.fsync(file.fileno())
-        kept = np.unique(np.asarray(ends, dtype=np.int64))
-        np.save(into / ENDS, kept[kept > 0])
-        (into / META).write_text(
-            json.dumps({"tokens": at, "dtype": str(kind), "documents": len(ends)})
-        )
+        (into / META).write_text(json.dumps({"tokens": at, "dtype": str(kind)}))
+
+    def _some(self) -> Iterator[list[Any]]:
+        """The texts, AT_ONCE of them."""
+        waiting: list[Any] = []
+        for n, text in enumerate(self.documents.texts(self.field)):
+            if problem := self.tokenizer.problem(text):
+                raise SpecError(f"{self.documents.where(n)}, field '{self.field}': {problem}")
+            waiting.append(text)
+            if len(waiting) == AT_ONCE:
+                yield waiting
+                waiting = []
+        yield waiting

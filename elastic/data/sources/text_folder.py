@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.data.packing import Windows
-from elastic.data.sources.corpus import FileBytes, n_tokens
+from elastic.data.sources.corpus import FileBytes
 from elastic.data.sources.files import LEFT_OUT, Files, files_at, find_files
 from elastic.errors import SpecError
 
@@ -109,7 +109,7 @@ class TextFolder:
 
     @property
     def n_bytes(self) -> int:
-        return n_tokens(self.corpus)
+        return self.corpus.n_tokens
 
     def __len__(self) -> int:
         return len(self._windows)

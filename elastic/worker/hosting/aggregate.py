@@ -92,6 +92,7 @@ class Gather:
     _pids: dict[str, dict[WorkerId, int]] = field(default_factory=dict)
     _admitted: dict[str, list[Admission]] = field(default_factory=dict)
     _sample: SampleProfile | None = None
+    _noted: set[str] = field(default_factory=set)  # what nodes have said of the data
     # by generation and step, oldest first
     _copies: dict[tuple[int, int], CheckpointParts] = field(default_factory=dict)
     # likewise: those that are whole, or never will be
@@ -162,12 +163,15 @@ class Gather:
         if len(pids) < self.workers_of(worker.node_id):
             return []
         admission = worst(found) if found else None
+        notes = tuple(note for note in event.notes if note not in self._noted)
+        self._noted.update(notes)
         return [
             replace(
                 event,
                 pids=tuple(pids[w] for w in sorted(pids)),
                 sample=self._sample,
                 admission=admission,
+                notes=notes,
             )
         ]
 

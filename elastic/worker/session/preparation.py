@@ -73,6 +73,7 @@ class Preparation:
     _admission: Admission | None = field(default=None, init=False)
     _notes: DeviceNotes | None = field(default=None, init=False)
     _load: LoadReports | None = field(default=None, init=False)
+    _of_data: tuple[str, ...] = field(default=(), init=False)  # notes
 
     def run(
         self,
@@ -168,7 +169,7 @@ class Preparation:
         rounded = self.place is not None and self.place.host_memory.pinned and rounds_pinned()
         return NodePrepared(
             self.me.node_id, (os.getpid(),), self.job.n_samples, sample, self._admission, rounded,
-            phases, self.job.lengths,
+            phases, self.job.lengths, self._of_data,
         )  # fmt: skip
 
     def _rehearse(self, place: Workplace, rehearsal: Rehearsal) -> None:
@@ -197,7 +198,7 @@ class Preparation:
         program = load_program(self.job.program) if script is None else script.start()
         program = with_job(program, self.job)
         opened = PhaseData.of(program, self.job)
-        self.job, dataset = opened.job, opened.datasets[0]
+        self.job, dataset, self._of_data = opened.job, opened.datasets[0], opened.notes
         program = with_stream(program, dataset, self.job)
         profile = profile_of(program, self.job)
         validation = validation_of(program, self.job)

@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -144,15 +145,71 @@ def test_a_file_that_was_replaced_is_another_one(far: Remote) -> None:
         BlockCache().read(far, 5 * BLOCK, 10)
 
 
+@pytest.mark.parametrize("refused", ["block", "count", "lock"])
 def test_a_full_disk_only_costs_time(
-    far: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    far: Remote, refused: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(self: Path, data: bytes) -> int:
+    def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert BlockCache().read(far, 0, 3) == far.storage.get("data")[:3]
-    assert "No space left" in caplog.text and not blocks(BlockCache())
+    cache = BlockCache()
+    name = {"block": "write_bytes", "count": "write_text"}.get(refused)
+    monkeypatch.setattr(*((Path, name, full) if name else (cache, "_opened", full)))
+    for _ in range(2):
+        assert cache.read(far, 0, 3) == far.storage.get("data")[:3]
+    assert "No space left" in caplog.text and bool(blocks(cache)) == (refused != "block")
+
+
+def test_what_is_remembered_of_blocks_is_bounded(far: Remote) -> None:
+    """Also where another process removes them."""
+    cache = BlockCache(limit_bytes=5 * (BLOCK + 8))
+    for number in range(11):
+        for offset in (0, 1):  # fetched; from the disk, and checked
+            cache.read(far, number * BLOCK + offset, 1)
+        (path,) = blocks(cache)
+        path.unlink()
+    assert len(cache._checked) == 5
+
+
+def remote(folder: Path, n_blocks: int) -> Remote:
+    storage = Counted(folder / "large")
+    storage.put("data", os.urandom(n_blocks * BLOCK))
+    return Remote(storage, "data", n_blocks * BLOCK, 1.0)
+
+
+def test_of_files_that_do_not_fit_little_more_is_fetched_than_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples of 8 KB in blocks of 4 MB, a tenth as large here: a block for each was 500 times as
+    much."""
+    monkeypatch.setattr(module, "BLOCK_BYTES", 400 * BLOCK)
+    monkeypatch.setattr(module, "RANGE_BYTES", 4 * BLOCK)
+    large, draw = remote(tmp_path, 40_000), Random(0)
+    whole = large.storage.get("data")
+    cache = BlockCache(limit_bytes=5 * 400 * BLOCK + 40)
+    cache.expect(large.n_bytes)
+    for _ in range(1000):
+        offset = draw.randrange(large.n_bytes)
+        assert cache.read(large, offset, 800) == whole[offset : offset + 800]
+    fetched = read_bytes(large) / 1000
+    assert fetched < 3 * module.RANGE_BYTES
+    assert 1 <= len(blocks(cache)) <= 5  # some of them: what nearly fits comes from the disk
+
+
+def test_of_files_that_do_not_fit_small_pieces_in_a_row_are_fetched_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", 400 * BLOCK)
+    monkeypatch.setattr(module, "RANGE_BYTES", 4 * BLOCK)
+    large, found, fetched = remote(tmp_path, 4_000), bytearray(), list[int]()
+    cache = BlockCache(limit_bytes=400 * BLOCK)
+    cache.expect(large.n_bytes)
+    real = cache._fetched
+    monkeypatch.setattr(cache, "_fetched", lambda *a: fetched.append(a[2]) or real(*a))
+    while data := cache.read(large, len(found), 700):
+        found += data
+    assert bytes(found) == large.storage.get("data")
+    assert sum(fetched) < 1.1 * large.n_bytes and len(fetched) < 40
 
 
 def test_built_once_while_others_wait() -> None:

@@ -16,13 +16,14 @@ import pyarrow.parquet
 import pytest
 
 from elastic.data.packing import MaskedWindows, Padded
+from elastic.data.sources import arrow_tables
 from elastic.data.sources import block_cache as cache_module
 from elastic.data.sources import files as files_module
-from elastic.data.sources import records
+from elastic.data.sources.arrow_tables import HuggingFace, Parquet
 from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.corpus import FileBytes, TokenFiles
 from elastic.data.sources.files import files_at
-from elastic.data.sources.records import Columns, HuggingFace, Jsonl, Parquet, Records
+from elastic.data.sources.records import Columns, Jsonl, Records
 from elastic.errors import SpecError
 from elastic.storage import Storage
 
@@ -181,11 +182,11 @@ def test_neighbours_are_decoded_once_within_a_bound(
         found[i]["score"] for i in np.random.default_rng(0).permutation(57)
     ] and found.n_decoded == 9
     one = found._decoded(0, ("text", "ids", "score")).nbytes
-    monkeypatch.setattr(records, "KEPT_BYTES", 3 * one + one // 2)
+    monkeypatch.setattr(arrow_tables, "KEPT_BYTES", 3 * one + one // 2)
     small = Parquet(str(tmp_path))
     for index in (0, 7, 0, 14, 0, 21, 0):  # the first one is used again and again
         small[index]
-        assert small._kept_bytes <= records.KEPT_BYTES
+        assert small._kept_bytes <= arrow_tables.KEPT_BYTES
     assert small.n_decoded == 4
     small[7]
     assert small.n_decoded == 5
