@@ -118,15 +118,26 @@ def kept_bytes(sample: SampleProfile, layout: Layout, mode: str) -> float:
     return dict(sample.kept_bytes)[mode] / layout.cp * (whole + (1 - whole) / layout.tp)
 
 
-def in_flight(layout: Layout, n_microbatches: int) -> float:
-    """Microbatches whose activations the first stage keeps at once, in stages of 1/pp of the
-    blocks: all under GPipe, pp under 1F1B (Narayanan et al. 2021, section 2.2.1), pp + (pp - 1)/v
-    under the interleaved one (Korthikanti et al. 2022, 4.2.3)."""
+def all_at_once(layout: Layout, n_microbatches: int) -> bool:
+    """Do all forward passes come before the first backward pass, as under GPipe?"""
+    few = n_microbatches < layout.pp and layout.n_stages == layout.pp
+    return layout.pp > 1 and (layout.schedule == "gpipe" or few)
+
+
+def in_flight(layout: Layout, n_microbatches: int, *, last: bool = False) -> float:
+    """Microbatches whose activations the first rank of a pipeline (`last`: the last one) keeps at
+    once, in stages of 1/pp of the blocks: all under GPipe, pp (1) under 1F1B (Narayanan et al.
+    2021, section 2.2.1), pp + (pp - 1)/v (pp - (pp - 1)/v) under the interleaved one (Korthikanti
+    et al. 2022, 4.2.3)."""
     if layout.pp == 1:
         return 1.0
-    if layout.schedule == "gpipe" or n_microbatches < layout.pp:
+    if all_at_once(layout, n_microbatches):
         return float(n_microbatches)
-    more = (layout.pp - 1) * layout.pp / layout.n_stages if layout.n_stages > layout.pp else 0.0
+    more = (layout.pp - 1) * layout.pp / layout.n_stages
+    if last:
+        more = -more
+    elif layout.n_stages == layout.pp:
+        more = 0.0
     return min(float(n_microbatches), layout.pp + more)
 
 
@@ -140,20 +151,23 @@ def activation_parts(
     work: ModelCost, layout: Layout, step: Step, *, depth: int | None = None
 ) -> dict[str, float]:
     """Of the pipeline stage that keeps most: the first has most microbatches in flight, the last
-    has the logits. Where blocks are computed again, one of them has all of its activations for that
-    time (Chen et al. 2016, section 3); by then the logits are gone. `depth`: as in `held`."""
+    has the logits, of all microbatches where none goes backward before. Where blocks are computed
+    again, one of them has all of its activations for that time (Chen et al. 2016, section 3); by
+    then the logits of its microbatch are gone. `depth`: as in `held`."""
     sample, mode = work.sample, layout.activation_checkpointing
     if sample is None:
         return {"activations": 0.0, "logits": 0.0, "again": 0.0}
     kept, none = kept_bytes(sample, layout, mode), kept_bytes(sample, layout, "none")
     blocks = (ceil(work.n_blocks / layout.pp) if depth is None else depth) * kept
-    first, ends = blocks * in_flight(layout, step.n_microbatches), ends_bytes(sample, layout)
+    m, ends = step.n_microbatches, ends_bytes(sample, layout)
+    first, last = (blocks * in_flight(layout, m, last=end) for end in (False, True))
+    others = (m - 1) * ends if all_at_once(layout, m) else 0.0
     rows, again = step.n_rows, max(0.0, none - kept)
-    if layout.pp > 1 and first >= blocks + ends:
+    if layout.pp > 1 and first >= last + others + ends:
         return {"activations": rows * first, "logits": 0.0, "again": rows * again}
     return {
-        "activations": rows * blocks,
-        "logits": rows * max(0.0, ends - again),
+        "activations": rows * last,
+        "logits": rows * (others + max(0.0, ends - again)),
         "again": rows * again,
     }
 
