@@ -64,7 +64,7 @@ def shard_bytes(work: ModelCost, layout: Layout, step: Step) -> float:
     n, stage, m = layout.dp_shard * layout.cp, zero_stage(layout), step.n_microbatches
     if n == 1:
         return 0.0
-    whole, each = _held(work, layout), max(1.0, work.element_bytes)
+    whole, each = held(work, layout).total, max(1.0, work.element_bytes)
     low = whole * work.computed(step.compute_bytes)
     wide = whole * work.trained * GRADIENT_BYTES / each
     gathers, scatters = {3: (2 * m, m), 2: (m, m), 1: (1, 1), 0: (0, 2)}[stage]
@@ -74,10 +74,5 @@ def shard_bytes(work: ModelCost, layout: Layout, step: Step) -> float:
 def replica_bytes(work: ModelCost, layout: Layout) -> float:
     """Replicas add up their shards of the gradients once a step."""
     wide = GRADIENT_BYTES / max(1.0, work.element_bytes) * work.trained
-    own = _held(work, layout) / (layout.dp_shard * layout.cp) * wide
+    own = held(work, layout).total / (layout.dp_shard * layout.cp) * wide
     return 2 * own * _passed(layout.dp_replicate)
-
-
-def _held(work: ModelCost, layout: Layout) -> float:
-    mine = held(work, layout)
-    return mine.dense + mine.experts

@@ -58,14 +58,27 @@ class HeldBytes:
     dense: float
     experts: float
 
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
 
 def held(work: ModelCost, layout: Layout, depth: int | None = None) -> HeldBytes:
-    """Of the stage that has most: the first or the last one. Experts are not cut by tp where ep
-    cuts them. `depth`: blocks of a stage, None = of an even one."""
-    blocks = ceil(work.n_blocks / layout.pp) if depth is None else depth
-    ends = work.first + work.last - work.tied if layout.pp == 1 else max(work.first, work.last)
-    experts = blocks * work.experts / (layout.ep if layout.ep > 1 else layout.tp)
-    return HeldBytes((blocks * work.block + ends) / layout.tp, experts)
+    """Of the stage that has most: the first or the last one. `depth`: blocks of a stage, None = of
+    an even one."""
+    blocks, one = (
+        ceil(work.n_blocks / layout.pp) if depth is None else depth,
+        of_block(work, layout),
+    )
+    first, last, tied = (part.on(layout.tp) for part in (work.first, work.last, work.tied))
+    ends = first + last - tied if layout.pp == 1 else max(first, last)
+    return HeldBytes(blocks * one.dense + ends, blocks * one.experts)
+
+
+def of_block(work: ModelCost, layout: Layout) -> HeldBytes:
+    """Of a mean one. Experts are not cut by tp where ep cuts them."""
+    experts = work.experts.total / layout.ep if layout.ep > 1 else work.experts.on(layout.tp)
+    return HeldBytes(work.block.on(layout.tp), experts)
 
 
 def state_parts(
@@ -74,12 +87,14 @@ def state_parts(
     """Bytes of a rank without activations. Its shard of parameters, gradients and optimizer entries
     (in host memory under `offload`: not counted); where they are sharded, also what is gathered, in
     the dtype of the computation (`low` of the stored one), as in ZeRO (Rajbhandari et al. 2020,
-    section 3): at stage 3 one block twice (the running one and the prefetched one), at stage 2 all
-    parameters, at stage 1 all gradients too. Stage 0: nothing is sharded. One layer of 4 bits is
-    unpacked at a time. `depth`: as in `held`."""
+    section 3): at stage 3 one block twice (the running one and the prefetched one) and what is
+    outside of the blocks, at stage 2 all parameters, at stage 1 all gradients too. What is outside
+    of the blocks is one unit of FSDP2, from the first of the forward pass to the last of the
+    backward one: the head's gradient waits there for that of the embedding. Stage 0: nothing is
+    sharded. One layer of 4 bits is unpacked at a time. `depth`: as in `held`."""
     n, stage = layout.dp_shard * layout.cp, zero_stage(layout)
     mine = held(work, layout, depth)
-    whole, ranks = mine.dense + mine.experts, max(1, n // layout.ep)
+    whole, ranks = mine.total, max(1, n // layout.ep)
     own = mine.dense / n + mine.experts / ranks if stage else whole
     parts = {
         "parameters": own,
@@ -89,18 +104,16 @@ def state_parts(
     if layout.offload:
         parts = dict.fromkeys(parts, 0.0)
     sharded = n > 1 or layout.offload
-    two_blocks = (
-        2
-        * (work.block / layout.tp + work.experts / (layout.ep if layout.ep > 1 else layout.tp))
-        * low
-    )
-    gathered = (
-        {0: 0.0, 1: whole * (low + work.trained), 2: whole * low, 3: two_blocks}[stage]
-        if sharded
-        else 0.0
-    )
-    if not sharded and low < 1 and stage < 3:
-        gathered = whole * low  # what is computed with, beside the stored ones
+    first, last, tied = (part.on(layout.tp) for part in (work.first, work.last, work.tied))
+    head = last * work.trained * low  # its gradient
+    gathered = {
+        0: 0.0,
+        1: whole * (low + work.trained),
+        2: whole * low + head,
+        3: (2 * of_block(work, layout).total + first + last - tied) * low + head,
+    }[stage]
+    if not sharded:  # what is computed with, beside the stored ones
+        gathered = 0.0 if low >= 1 else gathered if stage == 3 else whole * low
     return parts | {"gathered": gathered + work.unpacked_bytes / layout.tp}
 
 

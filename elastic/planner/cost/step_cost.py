@@ -24,7 +24,7 @@ from elastic.planner.cost.collectives import (
 )
 from elastic.planner.cost.compute import BlockTimes, ComputeTarget
 from elastic.planner.cost.kernels import Kernels
-from elastic.planner.cost.memory import HeldBytes, Step, held, zero_stage
+from elastic.planner.cost.memory import HeldBytes, Step, held, of_block, zero_stage
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.stage_balance import balanced, loads_at
 from elastic.reshard.owner_exchange import BUCKET_BYTES
@@ -154,14 +154,10 @@ def shards(site: Site, work: ModelCost, layout: Layout, *, step: Step) -> Shards
     n, group = layout.dp_shard * layout.cp, RankGroup(layout.dp_shard * layout.cp, layout.tp)
     ranks = max(1, n // layout.ep)
     over = RankGroup(ranks, layout.tp * layout.ep)
-    dense, experts = (
-        work.block / layout.tp,
-        work.experts / (layout.ep if layout.ep > 1 else layout.tp),
-    )
-    gather = gather_s(links, dense * low, group) + gather_s(links, experts * low, over)
-    name = "reduce_scatter"
-    scatter = gather_s(links, dense * wide * work.trained, group, name=name) + gather_s(
-        links, experts * wide * work.trained, over, name=name
+    one, name = of_block(work, layout), "reduce_scatter"
+    gather = gather_s(links, one.dense * low, group) + gather_s(links, one.experts * low, over)
+    scatter = gather_s(links, one.dense * wide * work.trained, group, name=name) + gather_s(
+        links, one.experts * wide * work.trained, over, name=name
     )
     replicated, stage = RankGroup(layout.dp_replicate, layout.tp * n), held(work, layout)
     own = (stage.dense / n + stage.experts / ranks) * wide * work.trained
@@ -232,13 +228,7 @@ def added_bytes(work: ModelCost, layout: Layout) -> float:
     """Gradients of each further microbatch are read in the computation's dtype and added to the
     sum, which stage 2 and 3 have cut already."""
     mine, cut = held(work, layout), 1 if zero_stage(layout) < 2 else layout.dp_shard * layout.cp
-    return (
-        (mine.dense + mine.experts)
-        * work.trained
-        / cut
-        / max(1.0, work.element_bytes)
-        * (2 + 2 * GRADIENT_BYTES)
-    )
+    return mine.total * work.trained / cut / max(1.0, work.element_bytes) * (2 + 2 * GRADIENT_BYTES)
 
 
 def accumulate_s(site: Site, n_bytes: float, m: int) -> float:
