@@ -62,6 +62,33 @@ class HeldBytes:
     def total(self) -> float:
         return self.dense + self.experts
 
+    def gathered(self, spread: Spread) -> float:
+        """From all ranks."""
+        return self.dense + self.experts * spread.padding
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of a stage over the ranks of dp_shard and cp. `dense`: of how many each has an equal part;
+    `experts`: as many, by the rank that has most; `padding`: by how much longer gathered experts
+    are than without what fills up the last parts. FSDP2 cuts stacked experts between two, and of
+    fewer than there are ranks the last ones have none."""
+
+    dense: int
+    experts: float
+    padding: float
+
+    @classmethod
+    def of(cls, work: ModelCost, layout: Layout) -> Spread:
+        n, mine = layout.dp_shard * layout.cp, work.model.n_experts // layout.ep
+        ranks = max(1, n // layout.ep)
+        experts = mine / ceil(mine / ranks) if mine else ranks
+        return cls(n, experts, ranks / experts)
+
+    def shard(self, held: HeldBytes) -> float:
+        """The largest one."""
+        return held.dense / self.dense + held.experts / self.experts
+
 
 def held(work: ModelCost, layout: Layout, depth: int | None = None) -> HeldBytes:
     """Of the stage that has most: the first or the last one. `depth`: blocks of a stage, None = of
@@ -92,10 +119,9 @@ def state_parts(
     of the blocks is one unit of FSDP2, from the first of the forward pass to the last of the
     backward one: the head's gradient waits there for that of the embedding. Stage 0: nothing is
     sharded. One layer of 4 bits is unpacked at a time. `depth`: as in `held`."""
-    n, stage = layout.dp_shard * layout.cp, zero_stage(layout)
-    mine = held(work, layout, depth)
-    whole, ranks = mine.total, max(1, n // layout.ep)
-    own = mine.dense / n + mine.experts / ranks if stage else whole
+    spread, stage = Spread.of(work, layout), zero_stage(layout)
+    mine, block = held(work, layout, depth), of_block(work, layout)
+    own = spread.shard(mine) if stage else mine.total
     parts = {
         "parameters": own,
         "gradients": own * work.trained,
@@ -103,17 +129,17 @@ def state_parts(
     }
     if layout.offload:
         parts = dict.fromkeys(parts, 0.0)
-    sharded = n > 1 or layout.offload
+    sharded, whole = spread.dense > 1 or layout.offload, mine.gathered(spread) * low
     first, last, tied = (part.on(layout.tp) for part in (work.first, work.last, work.tied))
     head = last * work.trained * low  # its gradient
     gathered = {
         0: 0.0,
-        1: whole * (low + work.trained),
-        2: whole * low + head,
-        3: (2 * of_block(work, layout).total + first + last - tied) * low + head,
+        1: whole + mine.total * work.trained,
+        2: whole + head,
+        3: (2 * block.gathered(spread) + first + last - tied) * low + head,
     }[stage]
     if not sharded:  # what is computed with, beside the stored ones
-        gathered = 0.0 if low >= 1 else gathered if stage == 3 else whole * low
+        gathered = 0.0 if low >= 1 else gathered if stage == 3 else whole
     return parts | {"gathered": gathered + work.unpacked_bytes / layout.tp}
 
 

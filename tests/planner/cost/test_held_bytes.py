@@ -50,6 +50,22 @@ def planned(model: ModelProfile, layout: Layout) -> float:
     return parts["parameters"] + parts["optimizer"]
 
 
+def with_experts(n: int) -> ModelProfile:
+    """In each block, stacked: one of the MLP's size each."""
+    model = model_of({})
+    specs = [
+        replace(spec, shape=(n, *spec.shape), by_expert=True)
+        if spec.fqn.endswith(("up", "down"))
+        else spec
+        for spec in model.specs
+    ]
+    in_experts = sum(prod(spec.shape) for spec in specs if spec.by_expert)
+    n_params = sum(prod(spec.shape) for spec in specs)
+    return replace(
+        model, specs=tuple(specs), n_params=n_params, n_expert_params=in_experts, n_experts=n
+    )
+
+
 ATTENTION = {"qkv": 0, "out": 1}
 ALL = ATTENTION | {"up": 0, "down": 1, "embed": 0, "head": 0}
 LAYOUTS = ("tp=8", "tp=2", "dp_shard=4,tp=4", "pp=2,tp=4", "pp=4,dp_shard=2,tp=2", "dp_shard=8")
@@ -75,3 +91,32 @@ def test_a_tied_matrix_is_cut_as_its_own_name_says() -> None:
 def test_without_tensors_tp_is_taken_to_cut_all() -> None:
     model = replace(model_of({}), specs=())
     assert planned(model, Layout(tp=8)) == pytest.approx(planned(model, Layout()) / 8)
+
+
+@pytest.mark.parametrize(
+    ("n", "text", "most"),
+    [
+        (8, "dp_shard=64", 1 / 8),  # 8 ranks have one expert of a block each, 56 none
+        (12, "dp_shard=8", 2 / 12),  # 6 ranks have two each
+        (8, "dp_shard=4", 1 / 4),
+        (8, "dp_shard=4,tp=2", 1 / 4),  # tp cuts no stacked experts
+        (8, "dp_shard=16,ep=4", 1 / 8),  # of two each, that four ranks have, two hold one
+        (8, "dp_shard=8,tp=2,ep=8", 1 / 8),
+    ],
+)
+def test_stacked_experts_are_cut_between_two(n: int, text: str, most: float) -> None:
+    model, layout = with_experts(n), parse_layout(text)
+    assert planned(model, layout) == pytest.approx(stored(model, layout))
+    experts = 3 * 4 * model.n_expert_params * most  # with Adam's entries
+    assert (
+        experts
+        < planned(model, layout)
+        < experts + 3 * 4 * (model.n_params - model.n_expert_params)
+    )
+
+
+def test_what_is_gathered_of_experts_has_the_padding_of_the_last_parts() -> None:
+    """Each of 64 ranks gives as much as the first one has: one expert."""
+    work = ModelCost.of(with_experts(8))
+    few, many = (state_parts(work, Layout(dp_shard=n), 1.0)["gathered"] for n in (8, 64))
+    assert many - few == pytest.approx(2 * work.experts.total * (64 / 8 - 1))
