@@ -62,13 +62,13 @@ class HeldBytes:
     def total(self) -> float:
         return self.dense + self.experts
 
-    def gathered(self, spread: Spread) -> float:
+    def gathered(self, ranks: ShardRanks) -> float:
         """From all ranks."""
-        return self.dense + self.experts * spread.padding
+        return self.dense + self.experts * ranks.padding
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardRanks:
     """Of a stage over the ranks of dp_shard and cp. `dense`: of how many each has an equal part;
     `experts`: as many, by the rank that has most; `padding`: by how much longer gathered experts
     are than without what fills up the last parts. FSDP2 cuts stacked experts between two, and of
@@ -79,11 +79,11 @@ class Spread:
     padding: float
 
     @classmethod
-    def of(cls, work: ModelCost, layout: Layout) -> Spread:
+    def of(cls, work: ModelCost, layout: Layout) -> ShardRanks:
         n, mine = layout.dp_shard * layout.cp, work.model.n_experts // layout.ep
-        ranks = max(1, n // layout.ep)
-        experts = mine / ceil(mine / ranks) if mine else ranks
-        return cls(n, experts, ranks / experts)
+        there = max(1, n // layout.ep)
+        experts = mine / ceil(mine / there) if mine else there
+        return cls(n, experts, there / experts)
 
     def shard(self, held: HeldBytes) -> float:
         """The largest one."""
@@ -93,10 +93,8 @@ class Spread:
 def held(work: ModelCost, layout: Layout, depth: int | None = None) -> HeldBytes:
     """Of the stage that has most: the first or the last one. `depth`: blocks of a stage, None = of
     an even one."""
-    blocks, one = (
-        ceil(work.n_blocks / layout.pp) if depth is None else depth,
-        of_block(work, layout),
-    )
+    blocks = ceil(work.n_blocks / layout.pp) if depth is None else depth
+    one = of_block(work, layout)
     first, last, tied = (part.on(layout.tp) for part in (work.first, work.last, work.tied))
     ends = first + last - tied if layout.pp == 1 else max(first, last)
     return HeldBytes(blocks * one.dense + ends, blocks * one.experts)
@@ -119,9 +117,9 @@ def state_parts(
     of the blocks is one unit of FSDP2, from the first of the forward pass to the last of the
     backward one: the head's gradient waits there for that of the embedding. Stage 0: nothing is
     sharded. One layer of 4 bits is unpacked at a time. `depth`: as in `held`."""
-    spread, stage = Spread.of(work, layout), zero_stage(layout)
+    ranks, stage = ShardRanks.of(work, layout), zero_stage(layout)
     mine, block = held(work, layout, depth), of_block(work, layout)
-    own = spread.shard(mine) if stage else mine.total
+    own = ranks.shard(mine) if stage else mine.total
     parts = {
         "parameters": own,
         "gradients": own * work.trained,
@@ -129,14 +127,14 @@ def state_parts(
     }
     if layout.offload:
         parts = dict.fromkeys(parts, 0.0)
-    sharded, whole = spread.dense > 1 or layout.offload, mine.gathered(spread) * low
+    sharded, whole = ranks.dense > 1 or layout.offload, mine.gathered(ranks) * low
     first, last, tied = (part.on(layout.tp) for part in (work.first, work.last, work.tied))
     head = last * work.trained * low  # its gradient
     gathered = {
         0: 0.0,
         1: whole + mine.total * work.trained,
         2: whole + head,
-        3: (2 * block.gathered(spread) + first + last - tied) * low + head,
+        3: (2 * block.gathered(ranks) + first + last - tied) * low + head,
     }[stage]
     if not sharded:  # what is computed with, beside the stored ones
         gathered = 0.0 if low >= 1 else gathered if stage == 3 else whole

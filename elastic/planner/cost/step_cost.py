@@ -24,7 +24,7 @@ from elastic.planner.cost.collectives import (
 )
 from elastic.planner.cost.compute import BlockTimes, ComputeTarget
 from elastic.planner.cost.kernels import Kernels
-from elastic.planner.cost.memory import Spread, Step, held, of_block, zero_stage
+from elastic.planner.cost.memory import ShardRanks, Step, held, of_block, zero_stage
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.stage_balance import balanced, loads_at
 from elastic.reshard.owner_exchange import BUCKET_BYTES
@@ -151,17 +151,17 @@ def shards(site: Site, work: ModelCost, layout: Layout, *, step: Step) -> Shards
     replicas add up their shards once a step."""
     low, links = work.computed(step.compute_bytes), site.links
     wide = GRADIENT_BYTES / max(1.0, work.element_bytes)
-    n, spread = layout.dp_shard * layout.cp, Spread.of(work, layout)
+    n, ranks = layout.dp_shard * layout.cp, ShardRanks.of(work, layout)
     group = RankGroup(n, layout.tp)
     over = RankGroup(max(1, n // layout.ep), layout.tp * layout.ep)
     one, name = of_block(work, layout), "reduce_scatter"
-    experts = one.experts * spread.padding
+    experts = one.experts * ranks.padding
     gather = gather_s(links, one.dense * low, group) + gather_s(links, experts * low, over)
     scatter = gather_s(links, one.dense * wide * work.trained, group, name=name) + gather_s(
         links, experts * wide * work.trained, over, name=name
     )
     replicated = RankGroup(layout.dp_replicate, layout.tp * n)
-    own = spread.shard(held(work, layout)) * wide * work.trained
+    own = ranks.shard(held(work, layout)) * wide * work.trained
     return Shards(gather, scatter, reduce_s(links, own, replicated))
 
 
@@ -169,7 +169,7 @@ def optimizer_s(site: Site, work: ModelCost, layout: Layout) -> float:
     """Parameters, gradients and entries are read, all but the gradients written, a low-precision
     copy written (Adam: 30 bytes a parameter)."""
     mine = held(work, layout)
-    own = Spread.of(work, layout).shard(mine) if zero_stage(layout) else mine.total
+    own = ShardRanks.of(work, layout).shard(mine) if zero_stage(layout) else mine.total
     own *= work.trained
     rate = site.chip.gpu.memory_bytes_per_s * site.kernels.bandwidth
     return own * (3.5 + 2 * work.entries) / rate if rate else 0.0
@@ -217,7 +217,7 @@ def offload_s(site: Site, work: ModelCost, layout: Layout, *, m: int) -> float:
     node's GPUs share."""
     if not layout.offload:
         return 0.0
-    shard = Spread.of(work, layout).shard(held(work, layout))
+    shard = ShardRanks.of(work, layout).shard(held(work, layout))
     link = site.chip.gpu.host_bytes_per_s or HOST_LINK_BYTES_PER_S
     updated = shard * work.trained * (3.5 + 2 * work.entries) / (HOST_BYTES_PER_S / site.per_node)
     return shard * (2 * m + work.trained) / link + updated
