@@ -110,10 +110,10 @@ def why(cost: Cost, best: Cost) -> str:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of the GPU that needs most. `room`: what there is on it, 0 = not known."""
+    """Bytes of the GPU that needs most. `usable`: of what there is on it, 0 = not known."""
 
     used: float
-    room: int
+    usable: float
 
 
 def warnings(
@@ -121,11 +121,11 @@ def warnings(
 ) -> tuple[str, ...]:
     """`n_gpus`: that there are."""
     said = []
-    usable = USABLE * memory.room
-    if memory.room and memory.used > usable:
+    usable = memory.usable
+    if usable and memory.used > usable:
         needs = f"{memory.used / GIB:.1f} GiB, and {usable / GIB:.1f} can be used"
         said.append(f"it should not fit: it needs {needs}; elastic run tries it, as it is written")
-    elif memory.room and memory.used > NEAR * usable:
+    elif usable and memory.used > NEAR * usable:
         used = f"{memory.used / GIB:.1f} of {usable / GIB:.1f} GiB"
         said.append(f"memory is tight: {used} that can be used")
     for name in ("fsdp", "tp", "replicas", "bubble", "cp", "uneven"):

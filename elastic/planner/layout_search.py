@@ -115,7 +115,6 @@ class LayoutSearch:
     _stages: set[int] = field(default_factory=set)
     # data-parallel ranks among which a step cannot be cut into microbatches of that size, and why
     _unfed: dict[tuple[int, int], str] = field(default_factory=dict)
-    _rooms: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes for torch
 
     def __post_init__(self) -> None:
         self.work, self.cache = self.every.work, self.every.cache
@@ -425,8 +424,7 @@ class LayoutSearch:
             needs = float(memory.memory_bytes(self.work, layout, step.dtype))
         else:
             needs = float(self.needs(layout, step))
-            if self.work.sample is not None:
-                usable = self._usable(room, layout)
+            usable = self.every.usable(room, layout)
             if room and there.uneven and needs > usable:  # who has least room may have less to do
                 there.assigner.check_rows(layout, step)
                 least = step.n_microbatches * max(1, self.model.together)
@@ -437,12 +435,6 @@ class LayoutSearch:
             raise InfeasiblePlan(explain.too_large(needs, usable, room))
         if layout.offload:
             self._check_host(there, layout)
-
-    def _usable(self, room: int, layout: Layout) -> float:
-        key = room, layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp
-        if key not in self._rooms:
-            self._rooms[key] = memory.usable_bytes(room, layout, self.every.limits.on_gpus)
-        return self._rooms[key]
 
     def _check_host(self, there: NodeSet, layout: Layout) -> None:
         host = self.every.limits.host_memory or {}

@@ -16,7 +16,7 @@ from statistics import median
 
 from elastic.planner.cost import default_hardware
 from elastic.planner.cost.block_cost_cache import BlockCostCache
-from elastic.planner.cost.memory import USABLE
+from elastic.planner.cost.memory import usable_bytes
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.sites import rate, site_of
 from elastic.planner.cost.step_cost import Site
@@ -65,6 +65,7 @@ class SearchedNodes:
     nodes: tuple[Node, ...]
     limits: LayoutLimits
     _sites: dict[tuple[int, float, int, int], Site] = field(default_factory=dict)
+    _usable: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         said = self.limits.hardware or {}
@@ -99,6 +100,16 @@ class SearchedNodes:
     def memory(self, node: Node) -> int:
         """Of each of its GPUs; 0 = not known."""
         return (self.limits.memory or {}).get(node.node_id) or self.limits.memory_bytes
+
+    def usable(self, room: int, layout: Layout) -> float:
+        """Of so many bytes of a GPU those that a layout may take: all where what a sample asks is
+        not known; never 0, which is of memory that is not known."""
+        if not room or self.work.sample is None:
+            return room
+        key = room, layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp
+        if key not in self._usable:
+            self._usable[key] = max(1.0, usable_bytes(room, layout, self.limits.on_gpus))
+        return self._usable[key]
 
     def _measured(self) -> dict[WorkerId, float] | None:
         """None where not all workers are measured."""
@@ -315,13 +326,12 @@ class NodeSet:
 
     @cached_property
     def assigner(self) -> HeteroAssigner:
-        usable = USABLE if self.every.work.sample is not None else 1.0
-        room = {name: int(usable * n_bytes) for name, n_bytes in self.memory.items()}
         most, rows = self.every.job.max_workers or 0, self.every.job.microbatch_size or 0
-        cache, site, slower = self.every.cache, self.site(), self.slower
+        cache, site, usable = self.every.cache, self.site(), self.every.usable
         return HeteroAssigner(
-            cache, site, self.place, self.reference, room, most, rows, slower, self.unit
-        )
+            cache, site, self.place, self.reference, self.memory, usable, most, rows,
+            self.slower, self.unit,
+        )  # fmt: skip
 
     def least_s(self, n_workers: int | None = None) -> float:
         """Of a step the blocks' computation at best, perfectly shared out over so many workers."""

@@ -158,7 +158,7 @@ class _Priced:
         usd_per_h, hours = self.usd_per_h(found, lasting_s), self.hours(lasting_s)
         held, room = _fullest(found)
         n_gpus = sum(group.n_gpus for group in there)
-        use = explain.MemoryUse(sum(held.values()), room)
+        use = explain.MemoryUse(sum(held.values()), found.there.every.usable(room, layout))
         return Offer(
             layout=layout,
             parts=parts,

@@ -254,13 +254,13 @@ def test_what_cuts_activations() -> None:
 
 
 def test_microbatches_in_flight() -> None:
-    interleaved = Layout(pp=4, schedule="interleaved1f1b")
-    assert [
-        memory.in_flight(layout, 8)
-        for layout in (Layout(), Layout(pp=4), Layout(pp=4, schedule="gpipe"))
-    ] == [1, 4, 8]
+    interleaved, gpipe = (Layout(pp=4, schedule=name) for name in ("interleaved1f1b", "gpipe"))
+    assert [memory.in_flight(layout, 8) for layout in (Layout(), Layout(pp=4), gpipe)] == [1, 4, 8]
     # L (1 + (p - 1) / (p v)) of Korthikanti et al., in stages of L / p
     assert memory.in_flight(interleaved, 8) == 5.5
+    # of torch's order of passes: its last rank has p (v - 1) + 1 of a v-th before it goes backward
+    assert memory.in_flight(interleaved, 8, last=True) == 2.5
+    assert [memory.in_flight(layout, 8, last=True) for layout in (Layout(pp=4), gpipe)] == [1, 8]
     assert step_cost.bubble(interleaved, 8) == step_cost.bubble(Layout(pp=4), 8) / 2 == 3 / 16
 
 
@@ -276,6 +276,25 @@ def test_the_stage_that_keeps_most_is_the_first_unless_the_last_has_the_logits()
     assert one["activations"] == pytest.approx(kept) and one["logits"] == pytest.approx(
         work.sample.ends_bytes
     )
+
+
+@pytest.mark.parametrize(("schedule", "m"), [("gpipe", 8), ("1f1b", 3)])
+def test_where_no_microbatch_goes_backward_early_the_last_stage_has_the_logits_of_all(
+    schedule: str, m: int
+) -> None:
+    work, layout = ModelCost.of(eight_b()), Layout(pp=4, schedule=schedule)
+    assert work.sample is not None
+    kept = {mode: memory.kept_bytes(work.sample, layout, mode) for mode in ("none", "full")}
+    found = memory.activation_parts(work, layout, memory.Step(m, m, m))
+    ends = work.sample.ends_bytes
+    assert found["activations"] == pytest.approx(m * work.n_blocks / 4 * kept["none"])
+    assert found["logits"] == pytest.approx(m * ends)
+    full = replace(layout, activation_checkpointing="full")
+    again = memory.activation_parts(work, full, memory.Step(m, m, m))
+    block = kept["none"] - kept["full"]
+    assert sum(again.values()) == pytest.approx(
+        m * work.n_blocks / 4 * kept["full"] + (m - 1) * ends + max(ends, block)
+    ), "those of the one that is computed again are gone by then"
 
 
 def test_rings() -> None:

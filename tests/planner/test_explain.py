@@ -27,7 +27,7 @@ def warned(
     batch: int = 64,
     **parts: float,
 ) -> tuple[str, ...]:
-    use = explain.MemoryUse(used * explain.GIB, 80 << 30)
+    use = explain.MemoryUse(used * explain.GIB, 0.92 * (80 << 30))
     return explain.warnings(layout, cost(**parts), use, n_gpus=8, batch=batch)
 
 
@@ -145,3 +145,17 @@ def test_offload_is_named_and_never_chosen() -> None:
     """It makes a run that should wait for nodes a slow one; who wants it says so."""
     with pytest.raises(InfeasiblePlan, match=r"the job may ask for offload: dp_shard=8,.* a step$"):
         find_offers(LLAMA_70B.profile(), JOB, [group()])
+
+
+def test_a_warning_counts_what_cuda_and_nccl_take_of_a_small_gpu() -> None:
+    """1.25 GiB, where 8 % are less: one communicator and the world's."""
+    named = replace(JOB, layout="dp_shard=8,microbatch_size=8,activation_checkpointing=none")
+    roomy = find_offers(SMALL.profile(), named, [group()]).best[0]
+    one = group()
+    for spare, warns in ((1.0, True), (1.5, False)):
+        room = int(roomy.memory_bytes + spare * explain.GIB)
+        assert 0.92 * room > roomy.memory_bytes
+        there = replace(one, hardware=replace(one.hardware, memory_bytes=room))
+        offer = find_offers(SMALL.profile(), named, [there]).best[0]
+        assert offer.layout == roomy.layout
+        assert any("should not fit" in line for line in offer.warnings) == warns

@@ -147,7 +147,7 @@ def test_the_first_offer_is_what_a_run_enters(case: int) -> None:
 
 def test_a_70b_on_128_h100_runs_at_the_pace_that_is_offered() -> None:
     state = asked(*CASES[0])
-    assert entered(state).model_step_s < 17.0, "which takes tp: plain sharding takes 19 s"
+    assert entered(state).model_step_s < 17.5, "which takes tp: plain sharding takes 19 s"
     assert any("a step would take" in why for why in entered(state).rejected)
 
 

@@ -36,7 +36,7 @@ MEMORY = {
     "parameters": ("W", "#1f618d", "parameters, this GPU's shard"),
     "gradients": ("G", "#2e86c1", "gradients"),
     "optimizer": ("O", "#808b96", "optimizer state"),
-    "gathered": ("g", "#229954", "parameters gathered for the running block"),
+    "gathered": ("g", "#229954", "parameters gathered during a step"),
     "activations": ("A", "#d4ac0d", "activations kept for the backward pass"),
     "again": ("R", "#e59866", "one block's activations, computed again"),
     "logits": ("L", "#cb4335", "logits and what the loss keeps"),

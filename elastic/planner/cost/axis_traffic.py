@@ -5,7 +5,7 @@ section 4.1), twice that where all add up and all get the sum."""
 from __future__ import annotations
 
 from elastic.planner.cost.collectives import COMMIT_BYTES
-from elastic.planner.cost.memory import Step, held, zero_stage
+from elastic.planner.cost.memory import ShardRanks, Step, held, zero_stage
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.step_cost import GRADIENT_BYTES, exchanges_of, routed_bytes
 from elastic.types import Layout, SampleProfile
@@ -64,7 +64,8 @@ def shard_bytes(work: ModelCost, layout: Layout, step: Step) -> float:
     n, stage, m = layout.dp_shard * layout.cp, zero_stage(layout), step.n_microbatches
     if n == 1:
         return 0.0
-    whole, each = _held(work, layout), max(1.0, work.element_bytes)
+    whole = held(work, layout).gathered(ShardRanks.of(work, layout))
+    each = max(1.0, work.element_bytes)
     low = whole * work.computed(step.compute_bytes)
     wide = whole * work.trained * GRADIENT_BYTES / each
     gathers, scatters = {3: (2 * m, m), 2: (m, m), 1: (1, 1), 0: (0, 2)}[stage]
@@ -74,10 +75,5 @@ def shard_bytes(work: ModelCost, layout: Layout, step: Step) -> float:
 def replica_bytes(work: ModelCost, layout: Layout) -> float:
     """Replicas add up their shards of the gradients once a step."""
     wide = GRADIENT_BYTES / max(1.0, work.element_bytes) * work.trained
-    own = _held(work, layout) / (layout.dp_shard * layout.cp) * wide
+    own = ShardRanks.of(work, layout).shard(held(work, layout)) * wide
     return 2 * own * _passed(layout.dp_replicate)
-
-
-def _held(work: ModelCost, layout: Layout) -> float:
-    mine = held(work, layout)
-    return mine.dense + mine.experts

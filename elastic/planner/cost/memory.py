@@ -58,14 +58,52 @@ class HeldBytes:
     dense: float
     experts: float
 
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+    def gathered(self, ranks: ShardRanks) -> float:
+        """From all ranks."""
+        return self.dense + self.experts * ranks.padding
+
+
+@dataclass(frozen=True)
+class ShardRanks:
+    """Of a stage over the ranks of dp_shard and cp. `dense`: of how many each has an equal part;
+    `experts`: as many, by the rank that has most; `padding`: by how much longer gathered experts
+    are than without what fills up the last parts. FSDP2 cuts stacked experts between two, and of
+    fewer than there are ranks the last ones have none."""
+
+    dense: int
+    experts: float
+    padding: float
+
+    @classmethod
+    def of(cls, work: ModelCost, layout: Layout) -> ShardRanks:
+        n, mine = layout.dp_shard * layout.cp, work.model.n_experts // layout.ep
+        there = max(1, n // layout.ep)
+        experts = mine / ceil(mine / there) if mine else there
+        return cls(n, experts, there / experts)
+
+    def shard(self, held: HeldBytes) -> float:
+        """The largest one."""
+        return held.dense / self.dense + held.experts / self.experts
+
 
 def held(work: ModelCost, layout: Layout, depth: int | None = None) -> HeldBytes:
-    """Of the stage that has most: the first or the last one. Experts are not cut by tp where ep
-    cuts them. `depth`: blocks of a stage, None = of an even one."""
+    """Of the stage that has most: the first or the last one. `depth`: blocks of a stage, None = of
+    an even one."""
     blocks = ceil(work.n_blocks / layout.pp) if depth is None else depth
-    ends = work.first + work.last - work.tied if layout.pp == 1 else max(work.first, work.last)
-    experts = blocks * work.experts / (layout.ep if layout.ep > 1 else layout.tp)
-    return HeldBytes((blocks * work.block + ends) / layout.tp, experts)
+    one = of_block(work, layout)
+    first, last, tied = (part.on(layout.tp) for part in (work.first, work.last, work.tied))
+    ends = first + last - tied if layout.pp == 1 else max(first, last)
+    return HeldBytes(blocks * one.dense + ends, blocks * one.experts)
+
+
+def of_block(work: ModelCost, layout: Layout) -> HeldBytes:
+    """Of a mean one. Experts are not cut by tp where ep cuts them."""
+    experts = work.experts.total / layout.ep if layout.ep > 1 else work.experts.on(layout.tp)
+    return HeldBytes(work.block.on(layout.tp), experts)
 
 
 def state_parts(
@@ -74,13 +112,14 @@ def state_parts(
     """Bytes of a rank without activations. Its shard of parameters, gradients and optimizer entries
     (in host memory under `offload`: not counted); where they are sharded, also what is gathered, in
     the dtype of the computation (`low` of the stored one), as in ZeRO (Rajbhandari et al. 2020,
-    section 3): at stage 3 one block twice (the running one and the prefetched one), at stage 2 all
-    parameters, at stage 1 all gradients too. Stage 0: nothing is sharded. One layer of 4 bits is
-    unpacked at a time. `depth`: as in `held`."""
-    n, stage = layout.dp_shard * layout.cp, zero_stage(layout)
-    mine = held(work, layout, depth)
-    whole, ranks = mine.dense + mine.experts, max(1, n // layout.ep)
-    own = mine.dense / n + mine.experts / ranks if stage else whole
+    section 3): at stage 3 one block twice (the running one and the prefetched one) and what is
+    outside of the blocks, at stage 2 all parameters, at stage 1 all gradients too. What is outside
+    of the blocks is one unit of FSDP2, from the first of the forward pass to the last of the
+    backward one: the head's gradient waits there for that of the embedding. Stage 0: nothing is
+    sharded. One layer of 4 bits is unpacked at a time. `depth`: as in `held`."""
+    ranks, stage = ShardRanks.of(work, layout), zero_stage(layout)
+    mine, block = held(work, layout, depth), of_block(work, layout)
+    own = ranks.shard(mine) if stage else mine.total
     parts = {
         "parameters": own,
         "gradients": own * work.trained,
@@ -88,19 +127,17 @@ def state_parts(
     }
     if layout.offload:
         parts = dict.fromkeys(parts, 0.0)
-    sharded = n > 1 or layout.offload
-    two_blocks = (
-        2
-        * (work.block / layout.tp + work.experts / (layout.ep if layout.ep > 1 else layout.tp))
-        * low
-    )
-    gathered = (
-        {0: 0.0, 1: whole * (low + work.trained), 2: whole * low, 3: two_blocks}[stage]
-        if sharded
-        else 0.0
-    )
-    if not sharded and low < 1 and stage < 3:
-        gathered = whole * low  # what is computed with, beside the stored ones
+    sharded, whole = ranks.dense > 1 or layout.offload, mine.gathered(ranks) * low
+    first, last, tied = (part.on(layout.tp) for part in (work.first, work.last, work.tied))
+    head = last * work.trained * low  # its gradient
+    gathered = {
+        0: 0.0,
+        1: whole + mine.total * work.trained,
+        2: whole + head,
+        3: (2 * block.gathered(ranks) + first + last - tied) * low + head,
+    }[stage]
+    if not sharded:  # what is computed with, beside the stored ones
+        gathered = 0.0 if low >= 1 else gathered if stage == 3 else whole
     return parts | {"gathered": gathered + work.unpacked_bytes / layout.tp}
 
 
@@ -118,15 +155,26 @@ def kept_bytes(sample: SampleProfile, layout: Layout, mode: str) -> float:
     return dict(sample.kept_bytes)[mode] / layout.cp * (whole + (1 - whole) / layout.tp)
 
 
-def in_flight(layout: Layout, n_microbatches: int) -> float:
-    """Microbatches whose activations the first stage keeps at once, in stages of 1/pp of the
-    blocks: all under GPipe, pp under 1F1B (Narayanan et al. 2021, section 2.2.1), pp + (pp - 1)/v
-    under the interleaved one (Korthikanti et al. 2022, 4.2.3)."""
+def all_at_once(layout: Layout, n_microbatches: int) -> bool:
+    """Do all forward passes come before the first backward pass, as under GPipe?"""
+    few = n_microbatches < layout.pp and layout.n_stages == layout.pp
+    return layout.pp > 1 and (layout.schedule == "gpipe" or few)
+
+
+def in_flight(layout: Layout, n_microbatches: int, *, last: bool = False) -> float:
+    """Microbatches whose activations the first rank of a pipeline (`last`: the last one) keeps at
+    once, in stages of 1/pp of the blocks: all under GPipe, pp (1) under 1F1B (Narayanan et al.
+    2021, section 2.2.1), pp + (pp - 1)/v (pp - (pp - 1)/v) under the interleaved one (Korthikanti
+    et al. 2022, 4.2.3)."""
     if layout.pp == 1:
         return 1.0
-    if layout.schedule == "gpipe" or n_microbatches < layout.pp:
+    if all_at_once(layout, n_microbatches):
         return float(n_microbatches)
-    more = (layout.pp - 1) * layout.pp / layout.n_stages if layout.n_stages > layout.pp else 0.0
+    more = (layout.pp - 1) * layout.pp / layout.n_stages
+    if last:
+        more = -more
+    elif layout.n_stages == layout.pp:
+        more = 0.0
     return min(float(n_microbatches), layout.pp + more)
 
 
@@ -140,20 +188,23 @@ def activation_parts(
     work: ModelCost, layout: Layout, step: Step, *, depth: int | None = None
 ) -> dict[str, float]:
     """Of the pipeline stage that keeps most: the first has most microbatches in flight, the last
-    has the logits. Where blocks are computed again, one of them has all of its activations for that
-    time (Chen et al. 2016, section 3); by then the logits are gone. `depth`: as in `held`."""
+    has the logits, of all microbatches where none goes backward before. Where blocks are computed
+    again, one of them has all of its activations for that time (Chen et al. 2016, section 3); by
+    then the logits of its microbatch are gone. `depth`: as in `held`."""
     sample, mode = work.sample, layout.activation_checkpointing
     if sample is None:
         return {"activations": 0.0, "logits": 0.0, "again": 0.0}
     kept, none = kept_bytes(sample, layout, mode), kept_bytes(sample, layout, "none")
     blocks = (ceil(work.n_blocks / layout.pp) if depth is None else depth) * kept
-    first, ends = blocks * in_flight(layout, step.n_microbatches), ends_bytes(sample, layout)
+    m, ends = step.n_microbatches, ends_bytes(sample, layout)
+    first, last = (blocks * in_flight(layout, m, last=end) for end in (False, True))
+    others = (m - 1) * ends if all_at_once(layout, m) else 0.0
     rows, again = step.n_rows, max(0.0, none - kept)
-    if layout.pp > 1 and first >= blocks + ends:
+    if layout.pp > 1 and first >= last + others + ends:
         return {"activations": rows * first, "logits": 0.0, "again": rows * again}
     return {
-        "activations": rows * blocks,
-        "logits": rows * max(0.0, ends - again),
+        "activations": rows * last,
+        "logits": rows * (others + max(0.0, ends - again)),
         "again": rows * again,
     }
 

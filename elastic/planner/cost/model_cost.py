@@ -3,6 +3,7 @@ them thousands of times."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -12,6 +13,36 @@ from elastic.types import DTYPE_BYTES, ModelProfile, SampleProfile, TensorSpec
 
 NF4_BYTES = 34 / 64  # of a weight: elastic/models/nf4.py
 UNPACKED_BYTES = 6  # of a weight: its value, and a half of an index into the table of values
+
+
+@dataclass(frozen=True)
+class TpBytes:
+    """Of some tensors: `cut`: of those that tp cuts; `whole`: of those that are whole on each of
+    its ranks."""
+
+    cut: float = 0.0
+    whole: float = 0.0
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec]) -> TpBytes:
+        found = [0.0, 0.0]
+        for spec in specs:
+            found[spec.tp_dim is None] += _bytes(spec)
+        return cls(*found)
+
+    @property
+    def total(self) -> float:
+        return self.cut + self.whole
+
+    def on(self, tp: int) -> float:
+        """Of one of so many ranks."""
+        return self.cut / tp + self.whole
+
+    def __add__(self, other: TpBytes) -> TpBytes:
+        return TpBytes(self.cut + other.cut, self.whole + other.whole)
+
+    def __truediv__(self, n: int) -> TpBytes:
+        return TpBytes(self.cut / n, self.whole / n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +57,11 @@ class ModelCost:
 
     model: ModelProfile
     n_blocks: int
-    block: float
-    experts: float
-    first: float
-    last: float
-    tied: float
+    block: TpBytes
+    experts: TpBytes
+    first: TpBytes
+    last: TpBytes
+    tied: TpBytes
     trained: float
     entries: float
     whole: float = 0.0
@@ -47,17 +78,14 @@ class ModelCost:
         if not own:
             every = float(model.n_params * 4)
             entries = float(max((len(kept.entries) for kept in model.optimizers), default=0))
-            return cls(model, n_blocks, every / n_blocks, 0.0, 0.0, 0.0, 0.0, 1.0, entries)
+            block, no = TpBytes(every / n_blocks), TpBytes()  # nobody knows what tp would leave
+            return cls(model, n_blocks, block, no, no, no, no, 1.0, entries)
         total = sum(map(_bytes, own))
-        first = sum(_bytes(spec) for spec in own if spec.block == -1)
-        last = sum(
-            _bytes(spec) for spec in own if spec.block is not None and spec.block >= n_blocks
-        )
-        sizes = {spec.fqn: _bytes(spec) for spec in own}
-        tied = sum(
-            sizes.get(spec.tied_to, 0)
-            for spec in specs
-            if spec.tied_to is not None and spec.block != -1
+        first = TpBytes.of(spec for spec in own if spec.block == -1)
+        ends = [s for s in own if s.block is not None and s.block >= n_blocks]
+        named = {spec.fqn: spec for spec in own}
+        tied = TpBytes.of(
+            named[spec.tied_to] for spec in specs if spec.tied_to in named and spec.block != -1
         )
         trained = sum(_bytes(spec) for spec in own if spec.trainable)
         entries = sum(
@@ -67,11 +95,12 @@ class ModelCost:
         )
         stepped = [spec for spec in own if model.kept_of(spec).form]
         flop = [model.kept_of(spec).flop for spec in stepped]
-        experts = total * model.n_expert_params / max(1, model.n_params)
-        inside = total - first - last - experts
+        last, behind = TpBytes.of(ends), {spec.fqn for spec in ends}
+        inside = TpBytes.of(s for s in own if s.block != -1 and s.fqn not in behind)
+        block, experts = _split(model, own, inside)
         packed = [_bytes(spec) for spec in own if _is_packed(spec)]
         return cls(
-            model, n_blocks, inside / n_blocks, experts / n_blocks, first, last + tied, tied,
+            model, n_blocks, block / n_blocks, experts / n_blocks, first, last + tied, tied,
             trained / max(1, total), entries / max(1, trained), sum(map(_bytes, stepped)),
             sum(flop), max(flop, default=0.0), sum(packed) / max(1, total),
             max(packed, default=0.0),
@@ -105,7 +134,8 @@ class ModelCost:
     @cached_property
     def parameter_bytes(self) -> float:
         """Of all parameters, tied ones once."""
-        return self.n_blocks * (self.block + self.experts) + self.first + self.last - self.tied
+        ends = self.first.total + self.last.total - self.tied.total
+        return self.n_blocks * (self.block.total + self.experts.total) + ends
 
     @property
     def gradient_bytes(self) -> float:
@@ -131,6 +161,19 @@ class ModelCost:
     def unpacked_bytes(self) -> float:
         """What the product with the largest packed weight makes, for that time."""
         return self.most_packed / NF4_BYTES * UNPACKED_BYTES
+
+
+def _split(
+    model: ModelProfile, own: Sequence[TensorSpec], inside: TpBytes
+) -> tuple[TpBytes, TpBytes]:
+    """Of all blocks, those of experts apart. Which of the tensors are experts' may not be known,
+    unless they are stacked: of what tp leaves whole they have then no more than they must."""
+    share = model.n_expert_params / max(1, model.n_params)
+    experts = min(inside.total, share * sum(map(_bytes, own)))
+    stacked = sum(_bytes(spec) for spec in own if spec.by_expert and spec.tp_dim is None)
+    whole = min(experts, inside.whole, max(stacked, inside.whole - (inside.total - experts)))
+    cut = experts - whole
+    return TpBytes(inside.cut - cut, inside.whole - whole), TpBytes(cut, whole)
 
 
 def _is_packed(spec: TensorSpec) -> bool:

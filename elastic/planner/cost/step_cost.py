@@ -24,7 +24,7 @@ from elastic.planner.cost.collectives import (
 )
 from elastic.planner.cost.compute import BlockTimes, ComputeTarget
 from elastic.planner.cost.kernels import Kernels
-from elastic.planner.cost.memory import HeldBytes, Step, held, zero_stage
+from elastic.planner.cost.memory import ShardRanks, Step, held, of_block, zero_stage
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.cost.stage_balance import balanced, loads_at
 from elastic.reshard.owner_exchange import BUCKET_BYTES
@@ -151,30 +151,26 @@ def shards(site: Site, work: ModelCost, layout: Layout, *, step: Step) -> Shards
     replicas add up their shards once a step."""
     low, links = work.computed(step.compute_bytes), site.links
     wide = GRADIENT_BYTES / max(1.0, work.element_bytes)
-    n, group = layout.dp_shard * layout.cp, RankGroup(layout.dp_shard * layout.cp, layout.tp)
-    ranks = max(1, n // layout.ep)
-    over = RankGroup(ranks, layout.tp * layout.ep)
-    dense, experts = (
-        work.block / layout.tp,
-        work.experts / (layout.ep if layout.ep > 1 else layout.tp),
-    )
-    gather = gather_s(links, dense * low, group) + gather_s(links, experts * low, over)
-    name = "reduce_scatter"
-    scatter = gather_s(links, dense * wide * work.trained, group, name=name) + gather_s(
+    n, ranks = layout.dp_shard * layout.cp, ShardRanks.of(work, layout)
+    group = RankGroup(n, layout.tp)
+    over = RankGroup(max(1, n // layout.ep), layout.tp * layout.ep)
+    one, name = of_block(work, layout), "reduce_scatter"
+    experts = one.experts * ranks.padding
+    gather = gather_s(links, one.dense * low, group) + gather_s(links, experts * low, over)
+    scatter = gather_s(links, one.dense * wide * work.trained, group, name=name) + gather_s(
         links, experts * wide * work.trained, over, name=name
     )
-    replicated, stage = RankGroup(layout.dp_replicate, layout.tp * n), held(work, layout)
-    own = (stage.dense / n + stage.experts / ranks) * wide * work.trained
+    replicated = RankGroup(layout.dp_replicate, layout.tp * n)
+    own = ranks.shard(held(work, layout)) * wide * work.trained
     return Shards(gather, scatter, reduce_s(links, own, replicated))
 
 
 def optimizer_s(site: Site, work: ModelCost, layout: Layout) -> float:
     """Parameters, gradients and entries are read, all but the gradients written, a low-precision
     copy written (Adam: 30 bytes a parameter)."""
-    mine: HeldBytes = held(work, layout)
-    n = layout.dp_shard * layout.cp
-    cut = n if zero_stage(layout) else 1
-    own = (mine.dense / cut + mine.experts / max(1, cut // layout.ep)) * work.trained
+    mine = held(work, layout)
+    own = ShardRanks.of(work, layout).shard(mine) if zero_stage(layout) else mine.total
+    own *= work.trained
     rate = site.chip.gpu.memory_bytes_per_s * site.kernels.bandwidth
     return own * (3.5 + 2 * work.entries) / rate if rate else 0.0
 
@@ -221,8 +217,7 @@ def offload_s(site: Site, work: ModelCost, layout: Layout, *, m: int) -> float:
     node's GPUs share."""
     if not layout.offload:
         return 0.0
-    own, n = held(work, layout), layout.dp_shard * layout.cp
-    shard = own.dense / n + own.experts / max(1, n // layout.ep)
+    shard = ShardRanks.of(work, layout).shard(held(work, layout))
     link = site.chip.gpu.host_bytes_per_s or HOST_LINK_BYTES_PER_S
     updated = shard * work.trained * (3.5 + 2 * work.entries) / (HOST_BYTES_PER_S / site.per_node)
     return shard * (2 * m + work.trained) / link + updated
@@ -232,13 +227,7 @@ def added_bytes(work: ModelCost, layout: Layout) -> float:
     """Gradients of each further microbatch are read in the computation's dtype and added to the
     sum, which stage 2 and 3 have cut already."""
     mine, cut = held(work, layout), 1 if zero_stage(layout) < 2 else layout.dp_shard * layout.cp
-    return (
-        (mine.dense + mine.experts)
-        * work.trained
-        / cut
-        / max(1.0, work.element_bytes)
-        * (2 + 2 * GRADIENT_BYTES)
-    )
+    return mine.total * work.trained / cut / max(1.0, work.element_bytes) * (2 + 2 * GRADIENT_BYTES)
 
 
 def accumulate_s(site: Site, n_bytes: float, m: int) -> float:

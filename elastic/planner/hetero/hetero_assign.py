@@ -9,7 +9,7 @@ stays.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
@@ -58,13 +58,14 @@ class HeteroAssignment:
 class HeteroAssigner:
     """`site`: of the slowest kind, whose GPUs have rate `reference`; `slower`: than that site says
     they compute, where they were measured. `unit`: rate of a usual worker. `room`: node -> bytes
-    that each of its workers may take; {} = not known."""
+    of each of its GPUs; {} = not known. `usable`: of these what a layout may take."""
 
     cache: BlockCostCache
     site: Site
     place: rank_placement.PlacementSite
     reference: float
     room: Mapping[str, int]
+    usable: Callable[[int, Layout], float]
     max_workers: int = 0
     most_rows: int = 0  # of a microbatch, where the job says so
     slower: float = 1.0
@@ -173,12 +174,12 @@ class HeteroAssigner:
         inner, n_rows = layout.tp * layout.cp, step.global_batch // step.n_microbatches
         even, holds = -(-self.work.n_blocks // layout.pp), 0
         if layout.pp > 1:
-            holds = layout.dp * self._most_rows(
-                layout, step, max(self.room.values()), n_blocks=even
-            )
+            most = int(self.usable(max(self.room.values()), layout))
+            holds = layout.dp * self._most_rows(layout, step, most, n_blocks=even)
         else:
             for room, n in self._workers.items():
-                holds += n // inner * self._most_rows(layout, step, room, n_blocks=even)
+                usable = int(self.usable(room, layout))
+                holds += n // inner * self._most_rows(layout, step, usable, n_blocks=even)
         if holds < n_rows:
             raise InfeasiblePlan(
                 f"of {n_rows} samples at once the memory of {layout.dp} ranks holds {holds}"
@@ -194,7 +195,7 @@ class HeteroAssigner:
 
     def _bound(self, task: SplitTask, step: Step, slots: tuple[Slot, ...]) -> SplitTask:
         layout, dp = task.layout, task.layout.dp
-        room = [self.room.get(slot.node_id, 0) for slot in slots]
+        room = [int(self.usable(self.room.get(slot.node_id, 0), layout)) for slot in slots]
         stages = (room[p * dp : (p + 1) * dp] for p in range(layout.pp))
         rooms = list(zip(*stages, strict=True))
         kinds = set(rooms)

@@ -177,7 +177,7 @@ def _ranked(lines: Sequence[ScoreRow]) -> bool:
 def _question(line: ScoreRow) -> tuple[str, ...]:
     case = line.case
     heads = [a.heads for a in case.work.sample.attentions] if case.work.sample else []
-    shape = f"{case.work.n_blocks} {case.work.block:.0f} {heads}"
+    shape = f"{case.work.n_blocks} {case.work.block.total:.0f} {heads}"
     return (
         case.source,
         case.model,

@@ -142,7 +142,10 @@ class _Stage(PipelineStage):
         if self.around is not None:
             around = self.around(self.rows[fwd_chunk_id], self.stage_index)
         with around, axis_range(f"{STAGE} {self.stage_index} forward"):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last and not self.has_backward:  # torch keeps it, as for a backward pass
+            self.fwd_cache[fwd_chunk_id] = ((), [])
+        return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with axis_range(f"{STAGE} {self.stage_index} backward"):
@@ -294,7 +297,7 @@ class Pipeline:
             target = torch.arange(n_rows, device="cpu")
             keywords = {**keywords, "target": target, "losses": losses}
         with axis_range("pp schedule"):
-            call(*arguments, **keywords)
+            call(*arguments, return_outputs=False, **keywords)
         total = torch.zeros((), device=self.device)
         for value in losses:
             total = total + value.detach()

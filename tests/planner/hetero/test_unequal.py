@@ -27,6 +27,7 @@ from elastic.types import (
     ModelProfile,
     Node,
     OptimizerSpec,
+    SampleProfile,
     TensorSpec,
     WorkerId,
     grid,
@@ -226,6 +227,25 @@ def test_no_stage_is_deeper_and_no_share_larger_than_memory_holds() -> None:
                 memory.stage_bytes(work, found.layout, step, n_blocks=blocks)
                 <= usable[worker.node_id]
             )
+
+
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_what_cuda_and_nccl_take_is_left_to_them_where_stages_are_unequal(on_gpus: bool) -> None:
+    """Of 24 GiB a stage among four has 21.5: CUDA's context, three communicators, two neighbors."""
+    room, wanted = 24 << 30, job(layout="auto,pp=4,microbatch_size=1")
+    kept = int(21.8 * (1 << 30)) // 4 // 3  # of three blocks, four times
+    sample = SampleProfile(0.0, (("none", kept), ("selective", kept), ("full", kept)), 0, 0)
+    model, there = replace(blocky(8), sample=sample), nodes(1, 1, 1, 1)
+    limits = LayoutLimits(
+        room, rates=rates(there, (3.0, 3.0, 1.0, 1.0)), on_gpus=on_gpus,
+    )  # fmt: skip
+    found = plan_layout(model, wanted, there, limits=limits)
+    usable = memory.usable_bytes(room, found.layout, on_gpus)
+    step = Step(found.n_microbatches, sum(found.samples), 48)
+    work = ModelCost.of(model)
+    most = memory.stage_bytes(work, found.layout, step, n_blocks=max(found.layers))
+    assert most <= usable and sum(found.layers) == 8
+    assert max(found.layers) == (2 if on_gpus else 3)
 
 
 def test_unequal_memory_makes_room_for_a_pipeline_that_even_stages_do_not_have() -> None:
