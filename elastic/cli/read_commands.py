@@ -90,8 +90,9 @@ def _ls(given: argparse.Namespace) -> int:
 
 def _status(given: argparse.Namespace) -> int:
     run = opened(given)
-    seen, holder = standing_of_run(run), api.holder(run.storage, patient=False)
+    seen = standing_of_run(run)
     view, goodput = seen.view, seen.account.totals.goodput
+    holder = api.holder(run.storage, patient=not view.ended)
     if given.quiet and not given.json:
         print(printable(run_tables.brief(view, holder, goodput)))
         return 0
