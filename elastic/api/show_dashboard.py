@@ -51,11 +51,7 @@ def dashboard(runs: Sequence[str], options: DashboardOptions, say: Callable[[str
 
     profiles = TracedProfiles()
     sources = PageSources(
-        HolderWatch,
-        profiles.verdicts,
-        profiles.of,
-        step_parts,
-        profiles.communication,
+        HolderWatch, profiles.verdicts, profiles.of, step_parts, profiles.communication
     )
     if options.beside_driver:
         os.nice(NICE)

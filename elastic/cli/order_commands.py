@@ -8,7 +8,6 @@ from typing import Any
 from elastic import api
 from elastic.cli.parser import opened, option, run_verb, show
 
-
 UNDRIVEN = (
     "nobody drives it now; the next driver that --supervise starts saves and stops (a start by "
     "hand trains): "
@@ -37,10 +36,11 @@ def add(verbs: Any) -> None:
 def _stop(given: argparse.Namespace) -> int:
     run = opened(given)
     driven = api.stop(run.storage, given.reason)
+    said = "" if driven else UNDRIVEN
     show(
         given,
         {"run": run.name, "asked": "stop", "driven": driven},
-        [f"run {run.name} is asked to stop: {'' if driven else UNDRIVEN}elastic status {given.run}"],
+        [f"run {run.name} is asked to stop: {said}elastic status {given.run}"],
     )
     return 0
 

@@ -155,10 +155,7 @@ def test_a_run_that_lies_elsewhere_and_one_called_otherwise_than_its_job(
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_status_waits_for_a_sign_of_life_only_of_a_run_that_has_not_ended(
-    ended: bool,
-    storage: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    ended: bool, storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The clock of the driver's machine may be another one."""
     asked, journal = list[bool](), storage / "tiny-1" / "journal.jsonl"

@@ -122,7 +122,10 @@ def test_why_a_node_is_slow_or_was_put_aside() -> None:
             6, DeviceNoted(A1, ""), actions=(Quarantine("a", "too slow: ..."),), reason="a is left"
         )
     )
-    assert view.node_speeds.whys(view.node_speeds.by_node(view.nodes))["a"] == "quarantined: too slow: ..."
+    assert (
+        view.node_speeds.whys(view.node_speeds.by_node(view.nodes))["a"]
+        == "quarantined: too slow: ..."
+    )
     view.add(tick(7, NodeLost("a", "released")))
     assert view.node_speeds.by_node(view.nodes)["a"] == [] and "quarantined" in "\n".join(
         run_tables.status(view)

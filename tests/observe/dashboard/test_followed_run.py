@@ -344,7 +344,9 @@ def test_nobody_drives_it_so_nothing_is_paid_by_the_hour(
 ) -> None:
     """But where workers of a cluster may wait for the next driver still."""
     for holder, usd_per_h in (("process 1 on here", 108.0), ("", 0.0)):
-        run = followed(tmp_path / f"h{holder}", two_drivers(60.0), holder=lambda _: lambda h=holder: h)
+        run = followed(
+            tmp_path / f"h{holder}", two_drivers(60.0), holder=lambda _, h=holder: lambda: h
+        )
         run.look()
         found = snapshot(run)
         assert found["usd_per_h"] == usd_per_h

@@ -234,8 +234,8 @@ def test_only_ranks_that_the_launcher_starts_again_are_no_persons_start(
 ) -> None:
     """They obey what lies in the inbox."""
     wishes = StandaloneOptions(storage=str(tmp_path / "runs"))
-    for environment, again in (({}, False), ({by: "0"}, False), ({by: "2"}, True)):
-        run = StandaloneRun(spec(tmp_path), wishes, environment)
+    for told, again in (({}, False), ({by: "0"}, False), ({by: "2"}, True)):
+        run = StandaloneRun(spec(tmp_path), wishes, told)
         assert (run.begun_at_s is None) == again
 
 
