@@ -86,8 +86,8 @@ def pools_table(view: View, driven: bool = True) -> Table:
     somebody drives the run."""
     costs = driven and not view.ended
     by_pool: dict[str, Counter[str]] = {name: Counter() for name in view.pools}
-    known = view.forgotten + Counter((n.pool, view.status(n)) for n in view.nodes.values())
-    for (name, state), n in known.items():
+    known = Counter((node.pool, view.status(node)) for node in view.nodes.values())
+    for (name, state), n in (known + Counter(view.forgotten)).items():
         by_pool.setdefault(name, Counter())[state] = n
     seen = [state for state in STATES if any(counts[state] for counts in by_pool.values())]
     asked = {name: n for name, n in view.wanted.items() if n}

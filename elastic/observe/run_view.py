@@ -81,7 +81,7 @@ class View:
     nodes: dict[str, Node] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)  # of those that are gone: released
     # of those that `nodes` has no more, how many by pool and status
-    forgotten: Counter[tuple[str, str]] = field(default_factory=Counter)
+    forgotten: dict[tuple[str, str], int] = field(default_factory=dict)
     planned: dict[int, Plan] = field(default_factory=dict)  # of all drivers
     plan: Plan | None = None  # that the driver has entered last
     step: int = 0  # that was told of last, also where no line tells of its plan
@@ -323,7 +323,8 @@ class View:
         gone = [node for node in self.nodes.values() if node.status == "lost"]
         old = [node for node in gone[:-most] if node.node_id not in self.state.nodes]
         if len(gone) > 2 * most:
-            self.forgotten.update((node.pool, self.status(node)) for node in old)
+            more = Counter((node.pool, self.status(node)) for node in old)
+            self.forgotten = more + Counter(self.forgotten)
             names = {node.node_id for node in old}
             self.nodes = {name: node for name, node in self.nodes.items() if name not in names}
             self.released -= names
@@ -359,7 +360,7 @@ class View:
                 self.cut_off = None
                 if not event.attached:
                     self.nodes, self.plan = {}, None
-                    self.forgotten.clear()
+                    self.forgotten = {}
             case NodesMute():
                 self.cut_off = None if event.over else event
             case NodeReady(node):
