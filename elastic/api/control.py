@@ -1,4 +1,4 @@
-"""Orders to a live run (stop, drill, profile), left in its inbox."""
+"""Orders to a run (stop, drill, profile), left in its inbox."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ from elastic.storage import Storage
 from elastic.worker.hosting.inbox import profile_order
 
 
-def stop(run: Storage, reason: str) -> None:
-    """Ask a live run to save its state and stop. Raises SpecError when nobody drives it."""
-    _held(run)
+def stop(run: Storage, reason: str) -> bool:
+    """Ask a run to save its state and stop. False: nobody drives it now; the next driver that is
+    started again without a person obeys. Raises SpecError where the run has ended."""
+    view, who = find_runs.now(place := RunFolder.of(run)), holder(run)
+    if view.ended and not who:
+        raise SpecError(_not_running(place, view))
     find_runs.order(run, {"stop": reason})
+    return bool(who)
 
 
 def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
@@ -84,13 +88,17 @@ def _check_nodes(view: View, entry: DrillSpec) -> None:
 
 
 def _held(run: Storage) -> None:
-    """Raises SpecError where nobody drives the run who takes orders."""
+    """Raises SpecError where nobody drives the run."""
     view, who = find_runs.now(place := RunFolder.of(run)), holder(run)
     if not who:
-        raise SpecError(f"run '{place.name}' is not running ({view.phase} at step {view.step})")
+        raise SpecError(_not_running(place, view))
     sign = newest(run)
-    if sign is not None and sign.epoch > view.state.epoch:  # it has no journal, or has just begun
+    if sign is not None and sign.epoch > view.state.epoch:
         raise SpecError(
-            f"run '{place.name}': {who} takes no orders, as it trains without a driver "
-            "(torchrun): send it SIGTERM"
+            f"run '{place.name}': {who} is starting, and its journal has no line of it yet; try "
+            "again when `elastic status` shows it"
         )
+
+
+def _not_running(place: RunFolder, view: View) -> str:
+    return f"run '{place.name}' is not running ({view.phase} at step {view.step})"

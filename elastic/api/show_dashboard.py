@@ -11,11 +11,10 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from elastic.api.diagnose import TracedStep, communication, diagnosed, step_parts, traced_step
-from elastic.ledger.lease import holder
+from elastic.ledger.lease import HolderWatch
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.dashboard.followed_run import PageSources
 from elastic.observe.dashboard.run_shelf import RunShelf, shelf_of
@@ -52,11 +51,7 @@ def dashboard(runs: Sequence[str], options: DashboardOptions, say: Callable[[str
 
     profiles = TracedProfiles()
     sources = PageSources(
-        partial(holder, patient=False),
-        profiles.verdicts,
-        profiles.of,
-        step_parts,
-        profiles.communication,
+        HolderWatch, profiles.verdicts, profiles.of, step_parts, profiles.communication
     )
     if options.beside_driver:
         os.nice(NICE)

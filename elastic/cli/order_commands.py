@@ -1,4 +1,4 @@
-"""Commands that a live run obeys: stop, drill. They put an order into its inbox."""
+"""Commands that a run obeys: stop, drill. They put an order into its inbox."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 from elastic import api
 from elastic.cli.parser import opened, option, run_verb, show
 
+UNDRIVEN = (
+    "nobody drives it now; the next driver that --supervise starts saves and stops (a start by "
+    "hand trains): "
+)
+
 
 def add(verbs: Any) -> None:
-    made = run_verb(verbs, "stop", _stop, about="ask a live run to save its state and stop")
+    made = run_verb(verbs, "stop", _stop, about="ask a run to save its state and stop")
     option(made, "--reason", "written to the journal", default="requested on the command line")
     made = run_verb(
         verbs,
@@ -30,11 +35,12 @@ def add(verbs: Any) -> None:
 
 def _stop(given: argparse.Namespace) -> int:
     run = opened(given)
-    api.stop(run.storage, given.reason)
+    driven = api.stop(run.storage, given.reason)
+    said = "" if driven else UNDRIVEN
     show(
         given,
-        {"run": run.name, "asked": "stop"},
-        [f"run {run.name} is asked to stop: elastic status {given.run}"],
+        {"run": run.name, "asked": "stop", "driven": driven},
+        [f"run {run.name} is asked to stop: {said}elastic status {given.run}"],
     )
     return 0
 

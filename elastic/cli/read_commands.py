@@ -14,7 +14,7 @@ from typing import Any
 from elastic import api
 from elastic.api.diagnose import communicated, diagnosed
 from elastic.cli.parser import RUN, drawn_on, number, opened, option, run_verb, show, verb, whole
-from elastic.errors import LINE_MOST, JournalDamaged, SpecError
+from elastic.errors import LINE_MOST, ElasticError, SpecError
 from elastic.observe import find_runs, logs, run_tables
 from elastic.observe.metrics.step_rows import columns_of, rows_of, text_of
 from elastic.observe.reporting.run_seen import seen_of_run
@@ -75,12 +75,11 @@ def _ls(given: argparse.Namespace) -> int:
     rows = []
     for name, run in find_runs.all_runs(storage):
         try:
-            view = find_runs.now(run)
-        except (SpecError, JournalDamaged) as error:  # the others are listed all the same
+            view, holder = find_runs.now(run), api.holder(run.storage, patient=False)
+            rows.append(run_tables.Row(view, holder, run.age_s(), name))
+        except (ElasticError, OSError) as error:  # the others are listed all the same
             said = one_line(f"run '{name}' is left out: {error}", LINE_MOST)
             print(f"elastic: {said}", file=sys.stderr)
-            continue
-        rows.append(run_tables.Row(view, api.holder(run.storage, patient=False), run.age_s(), name))
     show(
         given,
         [row.plain() for row in rows],
@@ -91,8 +90,9 @@ def _ls(given: argparse.Namespace) -> int:
 
 def _status(given: argparse.Namespace) -> int:
     run = opened(given)
-    seen, holder = standing_of_run(run), api.holder(run.storage, patient=False)
+    seen = standing_of_run(run)
     view, goodput = seen.view, seen.account.totals.goodput
+    holder = api.holder(run.storage, patient=not view.ended)
     if given.quiet and not given.json:
         print(printable(run_tables.brief(view, holder, goodput)))
         return 0

@@ -60,7 +60,7 @@ def _why(given: argparse.Namespace) -> int:
         view,
         why_lines.story(view, notes),
         len(notes),
-        driven=bool(api.holder(run.storage, patient=False)),
+        driven=bool(api.holder(run.storage, patient=not view.ended)),
         summed=why_lines.summary(seen, diagnosed(seen.evidence, run.storage)),
     )
     _print(rows[-given.last :])

@@ -25,7 +25,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -313,15 +313,47 @@ def newest(
 
 def holder(run: Storage, *, patient: bool = True) -> str:
     """Who drives the run now, as `process 12 on host`; '' = nobody. `patient`: one on another
-    machine that looks expired by this one's clock is watched until it is, or gives a sign."""
-    sign = newest(run)
+    machine whose last sign is not of just now by this one's clock is watched until it expires, or
+    gives a sign."""
+
+    def lives(sign: Sign) -> bool:
+        age_s = time.time() - sign.at_s
+        if not patient or abs(age_s) <= sign.ttl_s:
+            return age_s <= sign.ttl_s
+        return _sign_after(sign, run, sign.ttl_s / 5) is not None
+
+    return _named(newest(run), lives)
+
+
+class HolderWatch:
+    """The same for who looks again and again, and need not wait: a driver on another machine lives
+    as long as its signs of life change within its time to live, by this machine's own clock. At the
+    first look the clocks of both count."""
+
+    def __init__(self, run: Storage) -> None:
+        self._run = run
+        self._sign: Sign | None = None  # the newest one
+        self._since_s = 0.0  # from when on it has been that
+
+    def __call__(self) -> str:
+        return _named(newest(self._run), self._lives)
+
+    def _lives(self, sign: Sign) -> bool:
+        now_s, before = _awake_or_not_s(), self._sign
+        if before is None:
+            self._since_s = now_s - max(0.0, time.time() - sign.at_s)
+        elif before.key != sign.key:
+            self._since_s = now_s
+        self._sign = sign
+        return now_s - self._since_s <= sign.ttl_s
+
+
+def _named(sign: Sign | None, lives: Callable[[Sign], bool]) -> str:
+    """`lives`: does the driver of that sign, on another machine?"""
     if sign is None or sign.released:
         return ""
-    if sign.boot == Machine.here().boot:
-        alive = started(sign.pid) == sign.started
-    else:
-        alive = time.time() - sign.at_s <= sign.ttl_s
-        alive = alive or (patient and _sign_after(sign, run, sign.ttl_s / 5) is not None)
+    here = sign.boot == Machine.here().boot
+    alive = started(sign.pid) == sign.started if here else lives(sign)
     return f"process {sign.pid} on {sign.host}" if alive else ""
 
 

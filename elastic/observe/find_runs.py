@@ -14,12 +14,21 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from elastic.config.masking import masked
-from elastic.errors import LINE_MOST, ElasticError, SpecError, alike, in_one_line, meant
+from elastic.errors import (
+    LINE_MOST,
+    ElasticError,
+    SpecError,
+    StorageFailed,
+    alike,
+    in_one_line,
+    meant,
+)
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, JOURNAL, RunFolder
 from elastic.observe.run_view import View, view_of
@@ -129,12 +138,41 @@ def remember(run: RunFolder, words: Sequence[str] = ()) -> None:
         log.info("%s is found by its folder only: %s", uri, error)
 
 
-def _elsewhere(root: Storage) -> list[RunFolder]:
-    """Runs in other folders, that were started here."""
-    if root.remote:
-        return []
-    uris = [root.get(key).decode() for key in root.list(f"{ELSEWHERE}/")]
-    return [RunFolder.of(open_storage(uri)) for uri in uris if "://" not in uri]
+def _elsewhere(root: Storage) -> list[str]:
+    """Where runs in other folders are, that were started here."""
+    uris: list[str] = []
+    with _left_out():
+        for key in root.list(f"{ELSEWHERE}/") if not root.remote else ():
+            with _left_out():
+                uris.append(root.get(key).decode(errors="replace"))
+    return [uri for uri in uris if "://" not in uri]
+
+
+@contextmanager
+def _left_out() -> Iterator[None]:
+    """What another user may have made so that this one cannot read it is left out, with a line."""
+    try:
+        yield
+    except StorageFailed:  # nothing can be read there now
+        raise
+    except (SpecError, OSError) as error:
+        _say_left_out(in_one_line(error))
+
+
+@lru_cache(maxsize=1000)
+def _say_left_out(why: str) -> None:
+    """Once each: a page lists the runs every few seconds."""
+    log.warning("left out: %s", why)
+
+
+def _there(uris: Iterable[str]) -> list[tuple[float, RunFolder]]:
+    """The runs among these, each with the age of its last news."""
+    found: list[tuple[float, RunFolder]] = []
+    for uri in uris:
+        with _left_out():
+            run = RunFolder.of(open_storage(uri))
+            found += [(run.age_s(), run)] if run.exists() else []
+    return found
 
 
 def open_storage_of(run: str, storage: str | None = None, exact: bool = False) -> Storage:
@@ -282,17 +320,11 @@ def all_runs(storage: str | None = None) -> list[tuple[str, RunFolder]]:
     """Runs of a storage folder, by name, in order of their last news; of the one where runs lie by
     default also those that were started here and lie elsewhere."""
     root = open_storage(storage_uri(storage))
-    found = []
-    for name in root.folders():
-        try:
-            found.append(RunFolder.of(open_storage(root.uri_of(name))))
-        except SpecError as error:  # one that is another user's
-            log.warning("left out: %s", in_one_line(error))
+    found = _there(map(root.uri_of, root.folders()))
     if storage is None:
-        names = {run.name for run in found if run.exists()}
-        found += [run for run in _elsewhere(root) if run.name not in names]
-    there = [run for run in found if run.exists()]
-    return [(run.name, run) for run in sorted(there, key=lambda run: -run.age_s())]
+        names = {run.name for _, run in found}
+        found += [one for one in _there(_elsewhere(root)) if one[1].name not in names]
+    return [(run.name, run) for _, run in sorted(found, key=lambda one: -one[0])]
 
 
 def order(run: Storage, data: dict[str, Any]) -> str:

@@ -3,7 +3,8 @@ or was quarantined."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -80,14 +81,19 @@ class NodeSpeeds:
             found.setdefault(worker.node_id, []).append(round(speed, 3))
         return found
 
-    def why(self, nodes: Mapping[str, Node], node_id: str) -> str:
-        """What is to be said of the node; '' = nothing."""
+    def whys(self, speeds: Mapping[str, Sequence[float]]) -> dict[str, str]:
+        """What is to be said of nodes of which there is something. `speeds`: see by_node."""
+        notes: dict[str, dict[str, None]] = {}
+        for worker, note in self.notes.items():
+            if note:
+                notes.setdefault(worker.node_id, {})[note] = None
+        found = {name: self._why(name, mine, notes.get(name, ())) for name, mine in speeds.items()}
+        return {name: why for name, why in found.items() if why}
+
+    def _why(self, node_id: str, mine: Sequence[float], notes: Iterable[str]) -> str:
+        """'' = nothing. `mine`: speeds of its GPUs; `notes`: what these say of themselves."""
         if node_id in self.aside:
             return f"quarantined: {self.aside[node_id]}"
-        mine = self.by_node(nodes).get(node_id, [])
-        notes = dict.fromkeys(
-            note for worker, note in self.notes.items() if worker.node_id == node_id and note
-        )
         said = f" (the device says: {', '.join(notes)})" if notes else ""
         if not mine or min(mine) > SLOW:
             return said.strip(" ()")
@@ -116,13 +122,15 @@ def shown(speeds: list[float]) -> str:
     return " ".join(f"{speed:.2f}" for speed in speeds)
 
 
-def samples_of(plan: Plan | None, node_id: str) -> int:
-    """Of a step, those that go through the node; 0 where the plan deals none out (a script reads
+def samples_by_node(plan: Plan | None) -> Counter[str]:
+    """Of a step, those that go through each node; none where the plan assigns none (a script reads
     its own)."""
+    found: Counter[str] = Counter()
     if plan is None or not plan.samples:
-        return 0
-    ranks = [rank for rank, worker in enumerate(plan.ranks) if worker.node_id == node_id]
-    return sum(
-        plan.samples[dp]
-        for dp in {coordinates(plan.layout, rank).dp(plan.layout) for rank in ranks}
-    )
+        return found
+    ranks = enumerate(plan.ranks)
+    for node_id, dp in {
+        (worker.node_id, coordinates(plan.layout, rank).dp(plan.layout)) for rank, worker in ranks
+    }:
+        found[node_id] += plan.samples[dp]
+    return found

@@ -86,8 +86,9 @@ def pools_table(view: View, driven: bool = True) -> Table:
     somebody drives the run."""
     costs = driven and not view.ended
     by_pool: dict[str, Counter[str]] = {name: Counter() for name in view.pools}
-    for node in view.nodes.values():
-        by_pool.setdefault(node.pool, Counter())[view.status(node)] += 1
+    known = Counter((node.pool, view.status(node)) for node in view.nodes.values())
+    for (name, state), n in (known + Counter(view.forgotten)).items():
+        by_pool.setdefault(name, Counter())[state] = n
     seen = [state for state in STATES if any(counts[state] for counts in by_pool.values())]
     asked = {name: n for name, n in view.wanted.items() if n}
     more = (*(["requested"] if asked else []), *(["$/h"] if costs else []))
@@ -120,11 +121,11 @@ def nodes_table(view: View, nodes: Sequence[Node], wide: bool) -> Table:
     """A row for each; the letters are those of the drawn layout."""
     names = letters(list(view.nodes))
     speeds, rows = view.node_speeds.by_node(view.nodes), []
+    samples = node_speeds.samples_by_node(view.plan)
     for node in nodes:
         speed = node_speeds.shown(speeds[node.node_id])
-        n = node_speeds.samples_of(view.plan, node.node_id)
         state = Text(deadline(view, node), style=STATUS_STYLES.get(view.status(node), ""))
-        more = (str(node.gpus), speed, str(n or "-")) if wide else ()
+        more = (str(node.gpus), speed, str(samples[node.node_id] or "-")) if wide else ()
         rows.append((names[node.node_id], node.node_id, node.pool, *more, state))
     heads = ("workers", "speed", "samples") if wide else ()
     return table_of(("", "node", "pool", *heads, "state"), rows)

@@ -257,26 +257,33 @@ def status(
 
 def nodes(view: View) -> list[str]:
     """`SPEED`: relative to the faster ones of the pool; below the table why a node is slow, or was
-    quarantined."""
+    quarantined. Of many that are gone the newest."""
     head = ("", "NODE", "POOL", "MARKET", "WORKERS", "SPEED", "SAMPLES", "STATUS")
     names = letters(list(view.nodes))
     speeds, rows = view.node_speeds.by_node(view.nodes), []
-    for name, node in view.nodes.items():
+    whys, samples = view.node_speeds.whys(speeds), node_speeds.samples_by_node(view.plan)
+    listed, n_more = view.listed()
+    for node in listed:
+        name, status = node.node_id, view.status(node)
         market = view.pools[node.pool].market_type if node.pool in view.pools else "-"
-        speed, n = node_speeds.shown(speeds[name]), node_speeds.samples_of(view.plan, name)
-        status = view.status(node)
+        speed, n = node_speeds.shown(speeds[name]), samples[name]
         rows.append((names[name], name, node.pool, market, node.gpus, speed, n or "-", status))
-    whys = {name: why for name in view.nodes if (why := view.node_speeds.why(view.nodes, name))}
     return [
         *columns([head, *rows]),
-        *(f"{names[name]} {name}: {why}" for name, why in whys.items()),
+        *([f"and {n_more:,} more that were lost or released"] if n_more else []),
+        *(
+            f"{names[node.node_id]} {node.node_id}: {whys[node.node_id]}"
+            for node in listed
+            if node.node_id in whys
+        ),
     ]
 
 
 def status_plain(view: View, holder: str = "", *, goodput: float | None = None) -> dict[str, Any]:
     """The same as data."""
     away, cut, driven = view.state.away, view.cut_off, bool(holder) and not view.ended
-    speeds = view.node_speeds.by_node(view.nodes)
+    speeds, samples = view.node_speeds.by_node(view.nodes), node_speeds.samples_by_node(view.plan)
+    whys, (listed, n_more) = view.node_speeds.whys(speeds), view.listed()
     return {
         "run": view.state.run,
         "phase": phase(view, bool(holder)),
@@ -307,11 +314,11 @@ def status_plain(view: View, holder: str = "", *, goodput: float | None = None) 
             {
                 "node_id": n.node_id, "pool": n.pool, "workers": n.gpus, "status": view.status(n),
                 "deadline_s": n.deadline_s, "speeds": speeds[n.node_id],
-                "samples": node_speeds.samples_of(view.plan, n.node_id),
-                "why": view.node_speeds.why(view.nodes, n.node_id),
+                "samples": samples[n.node_id], "why": whys.get(n.node_id, ""),
             }
-            for n in view.nodes.values()
+            for n in listed
         ],
+        "more_gone": n_more,
         "reason": view.reason,
         "unusable": view.unusable,
     }  # fmt: skip

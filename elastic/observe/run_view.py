@@ -3,6 +3,7 @@ keep."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -37,6 +38,7 @@ from elastic.types import (
 
 RECENT = 20  # steps that rates are measured over
 PACE_POINTS = 128  # of the running generation, evenly apart, that the ETA looks at
+MOST_GONE = 24  # nodes that are listed although they are gone
 SKIPPED = "CopySkipped"  # kind of the note about a checkpoint that was skipped: none has failed
 
 
@@ -78,6 +80,8 @@ class View:
     # in order of their first arrival, with those that are gone for long
     nodes: dict[str, Node] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)  # of those that are gone: released
+    # of those that `nodes` has no more, how many by pool and status
+    forgotten: dict[tuple[str, str], int] = field(default_factory=dict)
     planned: dict[int, Plan] = field(default_factory=dict)  # of all drivers
     plan: Plan | None = None  # that the driver has entered last
     step: int = 0  # that was told of last, also where no line tells of its plan
@@ -305,6 +309,29 @@ class View:
             self.planned |= now.plans
         self.plan = now.plan or self.plan
 
+    def listed(self) -> tuple[list[Node], int]:
+        """The nodes that are there and, of those that are gone, the newest, in order of their first
+        arrival; and how many more are gone."""
+        gone = [node.node_id for node in self.nodes.values() if node.status == "lost"]
+        old = {*gone[:-MOST_GONE]}
+        listed = [node for node in self.nodes.values() if node.node_id not in old]
+        return listed, len(old)
+
+    def forget_nodes(self, most: int) -> None:
+        """Where more than twice as many are gone, all but the newest; so seldom, since the letters
+        of the others change with it."""
+        gone = [node for node in self.nodes.values() if node.status == "lost"]
+        old = [node for node in gone[:-most] if node.node_id not in self.state.nodes]
+        if len(gone) > 2 * most:
+            more = Counter((node.pool, self.status(node)) for node in old)
+            self.forgotten = more + Counter(self.forgotten)
+            names = {node.node_id for node in old}
+            self.nodes = {name: node for name, node in self.nodes.items() if name not in names}
+            self.released -= names
+            self.node_speeds.aside = {
+                name: why for name, why in self.node_speeds.aside.items() if name not in names
+            }
+
     def status(self, node: Node) -> str:
         """In a word, for a person."""
         released = node.status == "lost" and node.node_id in self.released
@@ -333,6 +360,7 @@ class View:
                 self.cut_off = None
                 if not event.attached:
                     self.nodes, self.plan = {}, None
+                    self.forgotten = {}
             case NodesMute():
                 self.cut_off = None if event.over else event
             case NodeReady(node):

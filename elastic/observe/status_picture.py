@@ -135,7 +135,8 @@ def _capacity(view: View, width: int, driven: bool) -> Iterator[RenderableType]:
         yield _heading("nodes")
         yield Padding(picture_parts.pools_table(view, driven), (0, 0, 0, 2))
     here = [node for node in view.nodes.values() if view.status(node) not in ("lost", "released")]
-    whys = {node.node_id: view.node_speeds.why(view.nodes, node.node_id) for node in here}
+    known = view.node_speeds.whys(view.node_speeds.by_node(view.nodes))
+    whys = {node.node_id: known.get(node.node_id, "") for node in here}
     shown = [
         node
         for node in here

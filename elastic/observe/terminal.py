@@ -40,6 +40,7 @@ ACCOUNT_S = 2.0  # between two accounts
 START_LEAST_S = 0.5  # of a phase of a run's start that has a line
 DOING_AFTER_S = 2.0  # that such a phase is under way is told
 KEPT = 200  # steps, notes and evaluations that it remembers
+KEPT_GONE = 50  # nodes, the newest
 KEPT_PLANS = 16  # of the newest generations: each names up to thousands of ranks
 MOST_LINES = 2000  # of the workers' output that wait to be shown
 STYLES = {
@@ -130,6 +131,7 @@ class Terminal:
         view = self.view
         del view.points[:-KEPT], view.notes[:-KEPT], view.entered[:-KEPT_PLANS]
         view.noise.clear()
+        view.forget_nodes(KEPT_GONE)
         bounds: tuple[tuple[dict[int, Any], int], ...] = (
             (view.planned, KEPT_PLANS), (view.orders, KEPT_PLANS), (view.lost, KEPT_PLANS),
             (view.evaluations, KEPT),
@@ -285,8 +287,9 @@ class LivePicture:
 
 def _nodes(view: View, roomy: bool) -> Iterator[RenderableType]:
     """Each of a few; of many, how many there are by pool and state, and those that change."""
-    lost = [node for node in view.nodes.values() if node.status == "lost"]
-    shown = [node for node in view.nodes.values() if node not in lost[:-N_LOST]]
+    lost = [name for name, node in view.nodes.items() if node.status == "lost"]
+    old = {*lost[:-N_LOST]}
+    shown = [node for name, node in view.nodes.items() if name not in old]
     many = len(shown) > N_NODES
     if many:
         shown = [node for node in shown if node.status not in ("prepared", "lost")][:N_NODES]

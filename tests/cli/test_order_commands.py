@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from support.cli.calls import as_json, called
 
 from elastic.ledger.lease import Lease
 from elastic.storage import LocalStorage
+from elastic.worker.hosting.inbox import Inbox
 
 
 @pytest.mark.usefixtures("live")
@@ -37,19 +39,46 @@ def test_orders_to_a_run_that_nobody_drives(
     assert (code, err) == (2, "elastic: run 'tiny-1' is not running (succeeded at step 30)\n")
 
 
-def test_who_trains_without_a_driver_takes_no_orders(
+def without_end(journal: Path) -> None:
+    """Its driver was killed."""
+    journal.write_text("".join(journal.read_text().splitlines(True)[:-1]))
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_run_is_asked_to_stop_between_two_drivers(
     storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The one that a supervisor starts again obeys, and no start that a person types."""
+    run = LocalStorage(storage / "tiny-1")
+    without_end(storage / "tiny-1" / "journal.jsonl")
+    for began_at_s, stop in ((None, "enough"), (time.time() + 1.0, None)):
+        code, out, _ = called(capsys, "stop", "tiny-1", "--reason", "enough")
+        assert code == 0 and "nobody drives it now; the next driver that --supervise starts" in out
+        assert Inbox(run, began_at_s).take().stop == stop
+        for key in run.list("inbox/"):
+            run.delete(key)
+    assert as_json(capsys, "stop", "tiny-1") == {"run": "tiny-1", "asked": "stop", "driven": False}
+    code, _, err = called(capsys, "drill", "tiny-1", "kill=any")
+    assert code == 2 and "is not running (running at step 30)" in err
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_driver_that_is_starting_can_be_stopped(
+    ended: bool, storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the lease, and no line of it is in the journal yet."""
     run = LocalStorage(storage / "tiny-1")
     Lease(run, "tiny-1").release()  # the driver's, whose journal is there
-    by_torchrun = Lease(run, "tiny-1")
+    if not ended:
+        without_end(storage / "tiny-1" / "journal.jsonl")
+    starting = Lease(run, "tiny-1")
     try:
-        code, _, err = called(capsys, "stop", "tiny-1")
-        assert (
-            code == 2
-            and f"process {os.getpid()} on " in err
-            and "takes no orders" in err
-            and not run.list("inbox/")
-        )
+        code, _, err = called(capsys, "drill", "tiny-1", "kill=any")
+        assert code == 2 and f"process {os.getpid()} on " in err and "is starting" in err
+        assert run.list("inbox/") == []
+        assert as_json(capsys, "stop", "tiny-1")["driven"] is True
+        assert [json.loads(run.get(key)) for key in run.list("inbox/")] == [
+            {"stop": "requested on the command line"}
+        ]
     finally:
-        by_torchrun.release()
+        starting.release()

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from support.cli.calls import as_json, called
 
+from elastic import api
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
-from elastic.storage import open_storage
+from elastic.storage import Storage, open_storage
 
 
 @pytest.mark.usefixtures("idle")
@@ -150,6 +151,25 @@ def test_a_run_that_lies_elsewhere_and_one_called_otherwise_than_its_job(
     assert find_runs.open_run("tiny", str(storage)).name == "first", "a storage that was named"
     shutil.rmtree(elsewhere)
     assert [name for name, _ in find_runs.all_runs()] == ["first"], "it is not there any more"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_status_waits_for_a_sign_of_life_only_of_a_run_that_has_not_ended(
+    ended: bool, storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clock of the driver's machine may be another one."""
+    asked, journal = list[bool](), storage / "tiny-1" / "journal.jsonl"
+    if not ended:
+        journal.write_text("".join(journal.read_text().splitlines(True)[:-1]))
+
+    def holder(run: Storage, *, patient: bool = True) -> str:
+        asked.append(patient)
+        return "process 7 on elsewhere"
+
+    monkeypatch.setattr(api, "holder", holder)
+    for words in (("status", "tiny-1"), ("status", "-q", "tiny-1"), ("why", "tiny-1")):
+        assert called(capsys, *words)[0] == 0
+    assert asked == [not ended] * 3
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

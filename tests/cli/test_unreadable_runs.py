@@ -3,11 +3,17 @@ line, which says what and what would be right."""
 
 from __future__ import annotations
 
+import errno
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
 from support.cli.calls import called
+
+from elastic.ledger.run_folder import RunFolder
+from elastic.observe import find_runs
+from elastic.storage import open_storage
 
 VERBS = (
     "status", "why", "why --all", "report", "report --csv", "ledger", "doctor", "replay", "logs",
@@ -52,6 +58,39 @@ def test_others_are_listed_all_the_same(
     code, out, said = called(capsys, "ls")
     assert code == 0 and "tiny-1" in out and "none-1" in out
     assert "run 'later-1' is left out: journal: schema version 9" in said
+
+
+def test_a_folder_that_may_not_be_read_is_left_out(
+    storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another user, or the file system's own; also one of a run that lies elsewhere, and one
+    whose journal alone is closed."""
+    (storage / "lost+found").mkdir()
+    shutil.copytree(storage / "tiny-1", storage / "closed-1")
+    theirs = storage.parent / "theirs" / "tiny-2"
+    shutil.copytree(storage / "tiny-1", theirs)
+    find_runs.remember(RunFolder.of(open_storage(str(theirs))))
+    is_file, read_bytes = Path.is_file, Path.read_bytes
+
+    def refused(path: Path, closed: tuple[Path, ...]) -> None:
+        if path.parent in closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def looks(self: Path) -> bool:
+        refused(self, (storage / "lost+found", theirs))
+        return is_file(self)
+
+    def reads(self: Path) -> bytes:
+        refused(self, (storage / "closed-1",))
+        return read_bytes(self)
+
+    monkeypatch.setattr(Path, "is_file", looks)
+    monkeypatch.setattr(Path, "read_bytes", reads)
+    assert [name for name, _ in find_runs.all_runs()].count("tiny-1") == 1
+    code, out, said = called(capsys, "ls")
+    assert (code, len(out.splitlines())) == (0, 2) and "tiny-1" in out
+    assert "run 'closed-1' is left out: [Errno 13] Permission denied" in said
+    assert called(capsys, "status", "tin")[0] == 0, "by how its name begins"
 
 
 def test_the_name_of_a_run_that_is_left_out_commands_no_terminal(

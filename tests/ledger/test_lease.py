@@ -127,6 +127,15 @@ def test_a_driver_that_looks_expired_by_this_clock_is_named_while_it_gives_signs
     assert holder(storage) == "process 4711 on elsewhere"
 
 
+def test_a_driver_whose_last_sign_lies_far_ahead_is_watched_too(tmp_path: Path) -> None:
+    """This machine's clock is half an hour behind: it may be long gone."""
+    storage = open_storage(str(tmp_path))
+    put(storage, at_s=time.time() + 1800, ttl_s=0.3)
+    assert holder(storage) == ""
+    put(storage, at_s=time.time() + 0.2, ttl_s=60.0)
+    assert holder(storage) == "process 4711 on elsewhere", "at once"
+
+
 def test_a_living_process_of_this_machine_that_was_held_up_is_refused(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

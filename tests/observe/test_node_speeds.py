@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.observe.small_run import PLANS, lines, tick, workers
 
 from elastic.ledger.journal import parse_line, write_line
-from elastic.observe import run_tables
+from elastic.observe import node_speeds, run_tables
 from elastic.observe.accounting.accounts import account
-from elastic.observe.run_view import View, view_of
+from elastic.observe.dashboard.drawn_cluster import cluster
+from elastic.observe.reporting.run_seen import seen_of
+from elastic.observe.run_view import MOST_GONE, View, view_of
+from elastic.observe.status_picture import _capacity
 from elastic.types import (
     DeviceNoted,
     Event,
+    Node,
     NodeLost,
+    NodeReady,
     Quarantine,
     RanksTimed,
     SharesSet,
@@ -64,6 +71,40 @@ def test_speeds_and_samples_of_each_node() -> None:
     assert plain["a"]["why"] == ""
 
 
+def test_a_status_of_many_nodes_compares_their_speeds_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, compared = view_with(timed(a=(1.0, 1.0), b=(1.0, 2.0), c=(7.0, 7.0))), []
+    compare = node_speeds.times_slower
+
+    def counted(*given: Any) -> dict[WorkerId, float]:
+        compared.append(given)
+        return compare(*given)
+
+    monkeypatch.setattr(node_speeds, "times_slower", counted)
+    seen = seen_of([*lines()[:6], tick(5.2, timed(a=(1.0, 1.0), b=(1.0, 2.0), c=(7.0, 7.0)))])
+    shows: tuple[Callable[[], object], ...] = (
+        lambda: run_tables.nodes(view),
+        lambda: run_tables.status_plain(view),
+        lambda: cluster(view),
+        lambda: [*_capacity(seen.view, 80, True)],
+    )
+    for show, most in zip(shows, (1, 1, 1, 2), strict=True):
+        compared.clear()
+        show()
+        assert 1 <= len(compared) <= most
+
+
+def test_of_nodes_that_are_gone_a_status_lists_the_newest() -> None:
+    gone = [f"n{k}" for k in range(2000)]
+    more = [NodeReady(Node(name, "spot", 2)) for name in gone]
+    view = view_with(*more, *(NodeLost(name, "its process is gone") for name in gone))
+    rows = [line.split() for line in run_tables.nodes(view)]
+    assert [row[1] for row in rows[1:-1]] == ["a", "b", "c", *gone[-MOST_GONE:]]
+    assert " ".join(rows[-1]) == "and 1,976 more that were lost or released"
+    plain = run_tables.status_plain(view)
+    assert [node["node_id"] for node in plain["nodes"]] == [row[1] for row in rows[1:-1]]
+    assert plain["more_gone"] == 1976
+
+
 def test_before_anything_is_measured() -> None:
     rows = [line.split() for line in run_tables.nodes(view_with())]
     assert [row[5] for row in rows[1:]] == ["-", "-", "-"]
@@ -72,7 +113,7 @@ def test_before_anything_is_measured() -> None:
 def test_why_a_node_is_slow_or_was_put_aside() -> None:
     slow = timed(a=(3.0, 3.0), b=(1.0, 1.0), c=(1.0, 1.0))
     view = view_with(slow, DeviceNoted(A1, "clocks lowered: 87 degrees"))
-    assert view.node_speeds.why(view.nodes, "a") == (
+    assert view.node_speeds.whys(view.node_speeds.by_node(view.nodes))["a"] == (
         "3 times slower than the faster ones of its pool on all GPUs (the device says: clocks "
         "lowered: 87 degrees)"
     )
@@ -81,7 +122,10 @@ def test_why_a_node_is_slow_or_was_put_aside() -> None:
             6, DeviceNoted(A1, ""), actions=(Quarantine("a", "too slow: ..."),), reason="a is left"
         )
     )
-    assert view.node_speeds.why(view.nodes, "a") == "quarantined: too slow: ..."
+    assert (
+        view.node_speeds.whys(view.node_speeds.by_node(view.nodes))["a"]
+        == "quarantined: too slow: ..."
+    )
     view.add(tick(7, NodeLost("a", "released")))
     assert view.node_speeds.by_node(view.nodes)["a"] == [] and "quarantined" in "\n".join(
         run_tables.status(view)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from threading import enumerate as enumerate_threads
 
 import pytest
+from rich.console import Console
 from support.observe.odd_runs import two_phases
 from support.observe.small_run import JOB, PLANS, POOLS, T0, lines, plan, step, tick
 from support.waiting import until
@@ -18,6 +20,7 @@ from elastic.observe import event_messages, run_tables, terminal
 from elastic.observe.accounting.accounts import account
 from elastic.observe.diagnosis import doctor
 from elastic.observe.event_messages import drill, first_line
+from elastic.observe.picture_parts import pools_table
 from elastic.observe.plans.layout_drawing import draw, letters
 from elastic.observe.reporting import report
 from elastic.observe.reporting.loss_plot import save_loss
@@ -383,9 +386,31 @@ def test_a_terminal_of_a_run_of_months_keeps_the_newest_plans(
     assert stream.getvalue().count("started at step") == 400, "each with its layout"
 
 
-def test_the_live_picture(tmp_path: Path) -> None:
-    from rich.console import Console
+def test_a_terminal_of_a_run_of_months_keeps_the_newest_of_its_lost_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All are counted, and how each was gone; the alive ones stay, however old they are."""
+    monkeypatch.setattr(terminal, "LOOK_S", 0.0)
+    shows = Terminal(io.StringIO())
+    for line in lines()[:3]:
+        shows.hear(line)
+    for n in range(1000):
+        name, cause = f"n{n}", "released" if n % 4 else "its process is gone"
+        shows.hear(tick(4 + n, NodeReady(Node(name, "spot", 2)), NodeLost(name, cause)))
+        shows._plain()
+        assert len(shows.view.nodes) <= 3 + 2 * terminal.KEPT_GONE
+        assert len(shows.view.released) <= 2 * terminal.KEPT_GONE
+    found = list(shows.view.nodes)
+    assert found[:3] == ["a", "b", "c"] and found[-1] == "n999"
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(pools_table(shows.view))
+    assert re.search(r"spot +spot +2 +750 +250 ", console.export_text())
+    console.print(LivePicture(shows.view))
+    shown = console.export_text().split("why:")[0]
+    assert len(re.findall(r" n\d+ +spot ", shown)) == terminal.N_LOST
 
+
+def test_the_live_picture(tmp_path: Path) -> None:
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(LivePicture(view_of(line for line in lines() if line.at_s <= T0 + 8.5)))
     shown = console.export_text()
@@ -398,8 +423,6 @@ def test_the_live_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [60, 140])
 def test_what_happened_last_is_shown_to_its_end(width: int) -> None:
-    from rich.console import Console
-
     long = " ".join(f"reason{i}" for i in range(60))
     seen = view_of([*lines(), tick(14.0, RequestFailed("spot", "r", long))])
     console = Console(width=width, height=90, record=True, file=io.StringIO())

@@ -124,7 +124,6 @@ def _through_ray() -> Callable[[str, Sequence[Sample]], None]:
         for sample in samples:
             metric = BY_NAME[sample.name]
             labels = {"run": run, **dict(zip(metric.labels, sample.labels, strict=True))}
-            grows = metric.kind == "counter"
-            ray.tell(metric.name, metric.about, sample.value, labels=labels, grows=grows)
+            ray.tell(metric.name, metric.about, sample.value, labels=labels)
 
     return tell

@@ -6,25 +6,22 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.observe.metrics.node_loads import over_nodes
-from elastic.observe.node_speeds import SLOW
 from elastic.observe.run_view import View
 from elastic.types import AXES, Node, NodeLoadSeen, Plan
 from elastic.types.grid import stages_at
 
-MOST_GONE = 24  # nodes that are drawn although they are gone
 MOST_COPIES = 20
 
 
 def cluster(view: View) -> dict[str, Any]:
     """As it is now. `gone`: nodes that were lost or released and are not drawn."""
     plan, state = view.state.plan, view.state
-    alive = [node for node in view.nodes.values() if node.status != "lost"]
-    gone = [node for node in view.nodes.values() if node.status == "lost"]
+    listed, n_more = view.listed()
     if view.ended:
         plan = view.plan
     return {
-        "nodes": _nodes(view, plan, [*alive, *gone[-MOST_GONE:]]),
-        "gone": max(0, len(gone) - MOST_GONE),
+        "nodes": _nodes(view, plan, sorted(listed, key=lambda node: node.status == "lost")),
+        "gone": n_more,
         "wanted": view.wanted,
         "starting": {name: seen.starting for name, seen in state.instances.items()},
         "plan": _plan(plan) if plan is not None else None,
@@ -42,10 +39,7 @@ def _nodes(view: View, plan: Plan | None, nodes: list[Node]) -> list[dict[str, A
     for rank, worker in enumerate(plan.ranks if plan is not None else ()):
         ranks.setdefault(worker.node_id, {})[worker.local_rank] = rank
     speeds = view.node_speeds.by_node(view.nodes)
-    told = {worker.node_id for worker, note in view.node_speeds.notes.items() if note}
-    told |= set(view.node_speeds.aside)
-    told |= {name for name, found in speeds.items() if min(found, default=1.0) <= SLOW}
-    pools, now_s = view.pools, view.at_s
+    whys, pools, now_s = view.node_speeds.whys(speeds), view.pools, view.at_s
     found = []
     for node in nodes:
         pool, mine = pools.get(node.pool), ranks.get(node.node_id, {})
@@ -62,9 +56,7 @@ def _nodes(view: View, plan: Plan | None, nodes: list[Node]) -> list[dict[str, A
                     else None
                 ),
                 "speeds": speeds[node.node_id],
-                "why": (
-                    view.node_speeds.why(view.nodes, node.node_id) if node.node_id in told else ""
-                ),
+                "why": whys.get(node.node_id, ""),
                 "load": _load(*view.loads.newest[node.node_id], now_s)
                 if node.node_id in view.loads.newest
                 else None,

@@ -44,12 +44,12 @@ MARKED = (
 
 @dataclass(frozen=True)
 class PageSources:
-    """What a journal does not tell. `holder`: who drives a run now, '' = nobody; `verdicts`: what
-    it is bound by; `traced`: seconds of a step of the running plan by what they are for, by a
-    profile of the run, and `parts`: by the cost model; {} = not known; `axes`: what its axes send,
-    and how long a step waits for each."""
+    """What a journal does not tell. `holder`: of a run who drives it, at each call, '' = nobody;
+    `verdicts`: what it is bound by; `traced`: seconds of a step of the running plan by what they
+    are for, by a profile of the run, and `parts`: by the cost model; {} = not known; `axes`: what
+    its axes send, and how long a step waits for each."""
 
-    holder: Callable[[Storage], str] = lambda run: ""
+    holder: Callable[[Storage], Callable[[], str]] = lambda run: lambda: ""
     verdicts: Callable[[Evidence, Storage], Sequence[RunVerdict]] = lambda seen, run: verdicts(seen)
     traced: Callable[[Evidence, Plan, Storage], Mapping[str, float]] = lambda seen, plan, run: {}
     parts: Callable[[Evidence, Plan], Mapping[str, float]] = lambda seen, plan: {}
@@ -63,7 +63,7 @@ class FollowedRun:
         self.run = run
         self.sources = sources or PageSources()
         self.trouble = ""  # why the page may not be up to date
-        self.holder = ""
+        self.holder, self._watch = "", self.sources.holder(run.storage)
         self.version = 0
         self.reading = True  # the journal is read for the first time, or much was added
         self.lock = threading.RLock()
@@ -92,7 +92,7 @@ class FollowedRun:
         before = (self.trouble, self.holder, self._growth.begun)
         try:
             n = self.read()
-            self.holder = self.sources.holder(self.run.storage)
+            self.holder = self._watch()
             self.trouble = self._growth.trouble
         except FileNotFoundError:
             n, self.trouble = 0, "there is no journal yet" if self.empty else "its journal is gone"

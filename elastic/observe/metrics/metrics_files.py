@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -107,6 +107,8 @@ class MetricsFiles(HeardLines):
         return self._run.lines() if self._step < reached else self._before
 
     def _take(self, line: Line) -> None:
+        if line.state is not None:
+            self._begin_at(line.state)
         for at_s, event in line.events:
             self._loads.take(event, at_s)
             match event:
@@ -128,6 +130,12 @@ class MetricsFiles(HeardLines):
             del self._workers[old]
         if len(self._waiting) > STEPS_KEPT:  # of a journal that is read at once
             self._flush(len(self._waiting) - 1)
+
+    def _begin_at(self, state: Mapping[str, Any]) -> None:
+        """Of the lines that it stands for only the plans are of use."""
+        plans = state.get("plans", {})
+        self._workers |= {int(number): len(plan["ranks"]) for number, plan in plans.items()}
+        self._generation = (state.get("plan") or {}).get("generation", 0)
 
     def _done(self, event: StepDone, at_s: float) -> None:
         if event.step <= self._step or event.generation < self._generation:

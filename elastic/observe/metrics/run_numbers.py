@@ -228,7 +228,9 @@ class RunNumbers:
         self._add("elastic_copies_total", 1, kind, "stored")
         self._add("elastic_copy_seconds_total", event.seconds, kind)
         self._add("elastic_copy_bytes_total", event.copy.n_bytes, kind)
-        newer = self.saved is None or event.copy.step >= self.saved.copy.step
+        known = self.saved.copy if self.saved is not None else event.copy
+        # a run that went back has older steps in a newer generation
+        newer = (event.copy.generation, event.copy.step) >= (known.generation, known.step)
         if kind == "durable" and newer:
             self.saved, self.saved_at_s = event, at_s
 

@@ -46,6 +46,7 @@ class TrackerLink:
         self._known = marked(mark, run.key)  # the newest step that it has taken
         self._since_s: float | None = None  # when the oldest point began to wait
         self._opened = self._ended = self._left = self._said = False
+        self._full = False  # a point was refused: those behind it are, too
         self._outcome: str | None = None
         self._process: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._work, name=f"to {library}", daemon=True)
@@ -60,15 +61,16 @@ class TrackerLink:
         with self._changed:
             if point.step <= self._known:
                 return
+            if len(self._points) >= WAITING_MOST or self._full:
+                # with the next one it would know a newer step, and nobody would miss this one
+                self._refuse(point.step)
+                return
             self._points.append(point)
             if len(self._points) == 1 or len(self._points) % SEND_MOST == 0:
                 self._changed.notify_all()
             now_s = time.monotonic()
             self._since_s = now_s if self._since_s is None else self._since_s
-            if len(self._points) > WAITING_MOST:
-                self._points.popleft()
-                self._tell(f"does not keep up: steps from {self._known + 1} on are missing")
-            elif now_s - self._since_s > SILENT_S:
+            if now_s - self._since_s > SILENT_S:
                 self._tell(f"has not answered for {SILENT_S:.0f} s")
 
     def end(self, outcome: str) -> None:
@@ -168,6 +170,12 @@ class TrackerLink:
         with self._changed:
             self._gone = process
             self._changed.notify_all()
+
+    def _refuse(self, step: int) -> None:
+        if not self._full:
+            self._full = True
+            what = f"does not keep up: steps from {step} on are not sent by this driver"
+            log.warning("%s: tracker %s %s; %s", self._run.name, self._library, what, LATER)
 
     def _tell(self, what: str) -> None:
         if not self._said:

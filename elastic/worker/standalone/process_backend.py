@@ -89,7 +89,8 @@ class LinkedRank(SessionProcess):
 @dataclass
 class ProcessBackend(HostingBackend):
     """`hear`: gets every event before the policy does. `lease`: is whose this driver is; it is not
-    released here. `known`: URIs of checkpoints that earlier drivers have committed."""
+    released here. `known`: URIs of checkpoints that earlier drivers have committed. `begun_at_s`:
+    see Inbox."""
 
     hosted: SessionProcesses
     nodes: Sequence[Node]
@@ -100,6 +101,7 @@ class ProcessBackend(HostingBackend):
     ordered: Callable[[EnterPlan], None] = lambda action: None
     digests: Mapping[int, str] = field(default_factory=dict)
     known: Collection[str] = ()
+    begun_at_s: float | None = None
     _asked: list[str] = field(init=False, default_factory=list)
     _lost: str = field(init=False, default="")
 
@@ -114,7 +116,7 @@ class ProcessBackend(HostingBackend):
             digests=self.digests,
             known=self.known,
         )
-        self._host(self.hosted, job)
+        self._host(self.hosted, job, self.begun_at_s)
         self.copies.clean()
 
     def ask_stop(self, reason: str) -> None:

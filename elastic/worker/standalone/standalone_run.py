@@ -106,6 +106,10 @@ class StandaloneOptions:
     on_copy: Callable[[CommittedCheckpoint], None] | None = None
 
 
+# how often the launcher has started these ranks before, by itself
+STARTED_AGAIN = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
 class StartRefused(SpecError):
     """Rank 0 says why, once; the others only leave with the same exit code."""
 
@@ -165,6 +169,8 @@ class StandaloneRun:
         self.folder = RunFolder.of(open_storage(f"{open_storage(root).uri}/{self.name}"))
         self.storage: Storage = self.folder.storage
         self.seen = HeardByRank0()
+        again = any(environment.get(name, "0") != "0" for name in STARTED_AGAIN)
+        self.begun_at_s = None if again else time.time()  # see Inbox
         self._began_s = time.monotonic()
         self._stop_reason = ""
         self._ask: Callable[[str], None] | None = None  # passes a wish to stop on
@@ -360,7 +366,7 @@ class StandaloneRun:
             backend = ProcessBackend(
                 hosted, meeting.nodes, self.storage, lease, start,
                 partial(self._hear, hosted=hosted), self._ordered, known,
-                found.known,
+                found.known, self.begun_at_s,
             )  # fmt: skip
             stack.callback(backend.close)
             self._passes_on(backend.ask_stop)

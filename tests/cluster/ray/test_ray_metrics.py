@@ -52,19 +52,21 @@ class _Told:
     inc = set
 
 
-def test_what_grows_is_told_by_how_much_and_the_rest_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_driver_tells_the_totals_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray keeps the counters of a driver that is gone, beside those of the next one."""
     gauge, counter = type("Gauge", (_Told,), {"made": []}), type("Counter", (_Told,), {"made": []})
     monkeypatch.setattr(ray_metrics, "Gauge", gauge)
-    monkeypatch.setattr(ray_metrics, "Counter", counter)
-    tell = _through_ray()
-    for n in (0.0, 3.0, 3.0, 5.0):
-        tell("r", [Sample("elastic_step", n), Sample("elastic_notices_total", n, ("spot",))])
-    (step,), (notices,) = gauge.made, counter.made
-    assert [value for value, _ in step.values] == [0, 3, 3, 5] and step.keys == ("run",)
+    monkeypatch.setattr(ray_metrics, "Counter", counter, raising=False)
     labels = {"run": "r", "pool": "spot"}
-    assert notices.values == [(3, labels), (2, labels)] and notices.keys == ("run", "pool")
+    for totals in ((0.0, 3.0, 3.0, 5.0), (5.0, 6.0)):
+        gauge.made.clear()
+        tell = _through_ray()
+        for n in totals:
+            tell("r", [Sample("elastic_step", n), Sample("elastic_notices_total", n, ("spot",))])
+        step, notices = gauge.made
+        assert step.values == [(n, {"run": "r"}) for n in totals] and step.keys == ("run",)
+        assert notices.values == [(n, labels) for n in totals] and notices.keys == ("run", "pool")
+    assert counter.made == []
 
 
 @pytest.mark.e2e

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import time
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,9 @@ from support.sim.scenario import MODEL, scenario
 
 from elastic.driver import drive
 from elastic.errors import SpecError
+from elastic.ledger import lease
 from elastic.ledger.journal import Line, MemoryJournal, write_line
+from elastic.ledger.lease import HolderWatch, Sign
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import run_tables
 from elastic.observe.accounting.accounts import account
@@ -131,7 +134,7 @@ def test_line_by_line_it_says_what_the_ledger_says(tmp_path: Path) -> None:
 
 def test_it_follows_what_is_added_and_says_so(tmp_path: Path) -> None:
     lines = small_run.lines()
-    run = followed(tmp_path, lines[:6], holder=lambda storage: "process 1 on here")
+    run = followed(tmp_path, lines[:6], holder=lambda storage: lambda: "process 1 on here")
     assert run.look() and not run.look()
     version = run.version
     assert snapshot(run)["phase"] == "running"
@@ -148,10 +151,42 @@ def test_it_follows_what_is_added_and_says_so(tmp_path: Path) -> None:
     assert [one["text"] for one in run.notes()["rows"]] == [n.text for n in reversed(whole.notes)]
 
 
+@pytest.mark.parametrize("off_s", [-60.0, 0.0, 1800.0])
+def test_a_driver_on_another_machine_lives_while_its_signs_change(
+    off_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock of that machine says; what counts is this one's own."""
+    now_s = [1000.0]
+    monkeypatch.setattr(lease, "_awake_or_not_s", lambda: now_s[0])
+    run, phases = followed(tmp_path, small_run.lines()[:8], holder=HolderWatch), list[str]()
+
+    def gives(n: int, epoch: int = 1, **more: object) -> None:
+        at_s = time.time() + off_s
+        sign = Sign(epoch, n, "elsewhere", "other-boot", 7, 1, at_s, at_s, 15.0, **more)  # type: ignore[arg-type]
+        run.run.storage.put(sign.key, json.dumps(asdict(sign)).encode())
+
+    def looks(after_s: float) -> str:
+        now_s[0] += after_s
+        run.look()
+        return str(snapshot(run)["phase"])
+
+    gives(1)
+    looks(0.0)
+    for n in range(2, 9):
+        gives(n)
+        phases.append(looks(5.0))
+    assert set(phases) == {"running"} and run.holder == "process 7 on elsewhere"
+    assert [looks(5.0) for _ in range(4)] == ["running"] * 3 + ["interrupted"]
+    gives(0, epoch=2)
+    assert looks(5.0) == "running", "the next driver"
+    gives(1, epoch=2, released=True)
+    assert looks(1.0) == "interrupted"
+
+
 def test_a_driver_that_is_gone_and_comes_back(tmp_path: Path) -> None:
     lines = small_run.lines()
     drivers = ["process 1 on here", "", "process 2 on here"]
-    run = followed(tmp_path, lines[:8], holder=lambda storage: drivers[0])
+    run = followed(tmp_path, lines[:8], holder=lambda storage: lambda: drivers[0])
     run.look()
     assert snapshot(run)["phase"] == "running"
     del drivers[0]
@@ -309,7 +344,9 @@ def test_nobody_drives_it_so_nothing_is_paid_by_the_hour(
 ) -> None:
     """But where workers of a cluster may wait for the next driver still."""
     for holder, usd_per_h in (("process 1 on here", 108.0), ("", 0.0)):
-        run = followed(tmp_path / f"h{holder}", two_drivers(60.0), holder=lambda _, h=holder: h)
+        run = followed(
+            tmp_path / f"h{holder}", two_drivers(60.0), holder=lambda _, h=holder: lambda: h
+        )
         run.look()
         found = snapshot(run)
         assert found["usd_per_h"] == usd_per_h

@@ -144,7 +144,7 @@ class Shown:
 
     async def serve(self, port: int = 0) -> DashboardServer:
         runs = [RunFolder(LocalStorage(one), one) for one in (self.place, self.other)]
-        shelf = RunShelf(tuple(runs), PageSources(holder=lambda run: self.holder))
+        shelf = RunShelf(tuple(runs), PageSources(holder=lambda run: lambda: self.holder))
         await asyncio.to_thread(shelf.look)
         server, self.stop = DashboardServer(shelf, listening("127.0.0.1", port)), asyncio.Event()
         self.task = asyncio.create_task(server.serve(self.stop))

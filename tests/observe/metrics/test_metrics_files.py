@@ -25,7 +25,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from elastic.errors import StorageFailed, StorageRefused
 from elastic.ledger import heard_lines
-from elastic.ledger.journal import Journal, Line
+from elastic.ledger.journal import Journal, Line, plain
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe.metrics import metrics_files, retried_writes, stored_copies, tensorboard_files
 from elastic.observe.metrics.metrics_csv import CSV
@@ -33,6 +33,7 @@ from elastic.observe.metrics.metrics_files import MetricsFiles
 from elastic.observe.metrics.retried_writes import RetriedWrites
 from elastic.observe.metrics.step_rows import COLUMNS, Row, read_rows, rows_of
 from elastic.observe.run_view import view_of
+from elastic.policy.state.fold import changes
 from elastic.storage import open_storage
 from elastic.types import Evaluated, NodeLoadSeen, NodeLost, StepDone
 
@@ -106,6 +107,18 @@ def test_a_run_that_is_resumed_continues_its_files(cut: int, tmp_path: Path) -> 
     followed(run, before, lines()[cut:])
     assert table(run) == expected(lines())
     assert sorted(drawn(run, "train/train_loss")) == list(range(1, 13))
+
+
+@pytest.mark.parametrize("cut", [6, 11])
+def test_a_driver_that_begins_at_a_stored_state_knows_the_workers(cut: int, tmp_path: Path) -> None:
+    """That train since before: no line since tells of their plan."""
+    run, before = run_of(tmp_path / "r"), lines()[:cut]
+    followed(run, [], before)
+    *_, last = changes(before)
+    kept = replace(before[-1], events=(), decision=None, state=plain(last.after))
+    followed(run, [kept], lines()[cut:])
+    assert [row["workers"] for row in table(run)] == [6] * 4 + [4] * 2 + [2] * 6
+    assert table(run) == expected(lines())
 
 
 def test_another_machine_writes_what_earlier_drivers_did(

@@ -33,10 +33,13 @@ from elastic.observe.metrics.run_numbers import RunNumbers, Sample
 from elastic.policy.state.fold import changes
 from elastic.storage import open_storage
 from elastic.types import (
+    Copy,
     CopyFailed,
+    CopyStored,
     DriverStarted,
     GuardTripped,
     HardwareProfile,
+    Layout,
     NodeLoadSeen,
     NodePrepared,
     RequestFailed,
@@ -120,6 +123,19 @@ def test_what_goes_wrong_is_counted_and_nodes_are_by_pool_and_status() -> None:
     assert found["elastic_nodes", "spot", "draining"] == 1
     assert found["elastic_nodes", "on-demand", "prepared"] == 1
     assert found["elastic_workers",] == 2
+
+
+def test_a_checkpoint_of_a_run_that_went_back_is_the_newest() -> None:
+    """Also while its step is an older one; a late one of the generation before is none."""
+
+    def stored(at_s: float, step: int, generation: int) -> Line:
+        copy = Copy(step, "durable", generation, Layout(tp=2), uri=f"/copies/{step}")
+        return tick(at_s, CopyStored(copy, seconds=0.3))
+
+    back = numbers([*lines(), stored(14, 10, 4), stored(15, 11, 3)])
+    found = values(back.samples())
+    assert found["elastic_checkpoint_step",] == 10
+    assert found["elastic_checkpoint_timestamp_seconds",] == T0 + 14
 
 
 def load(node_id: str, **more: float) -> NodeLoadSeen:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,16 +226,35 @@ def test_a_tracker_that_dies_is_started_again_and_told_the_rest(
     assert told == list(range(1, 21))
 
 
-def test_one_that_does_not_keep_up_loses_the_oldest(
+def test_one_that_does_not_keep_up_has_the_rest_from_the_next_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It knows no step behind those that it has not, also once it answers again: a later driver
+    reads them, and sends each once."""
     monkeypatch.setattr(tracker_link, "WAITING_MOST", 5)
     monkeypatch.setattr(TrackerLink, "_work", lambda self: None)
-    link = TrackerLink("wandb", RUN, mark=tmp_path / "mark.json", output=tmp_path / "out.log")
-    for step in range(1, 9):
-        link.put(TrackerPoint(step, 1.0, {}))
-    assert [one.step for one in link._points] == [4, 5, 6, 7, 8]
-    assert len(caplog.records) == 1 and "does not keep up" in caplog.text
+    mark, took = tmp_path / "mark.json", list[int]()
+
+    def driver_of(*steps: int) -> TrackerLink:
+        link = TrackerLink("wandb", RUN, mark=mark, output=tmp_path / "out.log")
+        link._said = True  # that it does not answer
+        for step in steps:
+            link.put(TrackerPoint(step, 1.0, {}))
+        return link
+
+    def answers(link: TrackerLink) -> None:
+        took.extend(one.step for one in link._points)
+        link._hear(SimpleNamespace(stdout=[json.dumps({"told": took[-1]})]))  # type: ignore[arg-type]
+        tracker_process.write_mark(mark, RUN.key, took[-1])
+
+    link = driver_of(*range(1, 9))
+    assert [one.step for one in link._points] == [1, 2, 3, 4, 5]
+    answers(link)
+    link.put(TrackerPoint(9, 1.0, {}))
+    assert link.known == 5 and not link._points
+    assert len(caplog.records) == 1 and "steps from 6 on are not sent" in caplog.text
+    answers(driver_of(*range(1, 11)))
+    assert took == [*range(1, 11)]
 
 
 def test_points_are_sent_in_batches_but_the_first_and_the_last(

@@ -13,6 +13,7 @@ import pytest
 from support.api.tiny_job import MODEL
 
 from elastic.errors import LostContact
+from elastic.observe import find_runs
 from elastic.storage import open_storage
 from elastic.types import (
     Abort,
@@ -69,7 +70,8 @@ class Hosted:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Any:
+def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """The parameter: when a person started it."""
     hosted, heard = Hosted(), list[Event]()
     lease: Any = SimpleNamespace(lost=False, certain=True, trouble=None, unheard_s=0.0, epoch=3)
     job = {"program": "p", "steps": 4, "global_batch": 4}
@@ -81,6 +83,7 @@ def stage(tmp_path: Path) -> Any:
         lease,
         start,
         heard.append,
+        begun_at_s=getattr(request, "param", None),
     )
     yield SimpleNamespace(hosted=hosted, backend=backend, heard=heard, lease=lease)
     backend.close()
@@ -130,6 +133,12 @@ def test_nobody_is_replaced(action: Any, says: str, stage: Any) -> None:
     stage.backend.execute(action)
     with pytest.raises(RankLost, match=says):
         look(stage)
+
+
+@pytest.mark.parametrize(("stage", "n"), [(None, 1), (4e9, 0)], indirect=["stage"])
+def test_an_order_of_before_a_persons_start_is_not_obeyed(stage: Any, n: int) -> None:
+    find_runs.order(stage.backend.storage, {"stop": "of before"})
+    assert look(stage) == [StopAsked("of before")] * n
 
 
 def test_there_are_no_other_nodes(stage: Any) -> None:

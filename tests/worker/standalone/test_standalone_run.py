@@ -228,6 +228,17 @@ def spec(tmp_path: Path, **more: Any) -> JobSpec:
     return load_job(job(tmp_path, **more))
 
 
+@pytest.mark.parametrize("by", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_only_ranks_that_the_launcher_starts_again_are_no_persons_start(
+    by: str, tmp_path: Path
+) -> None:
+    """They obey what lies in the inbox."""
+    wishes = StandaloneOptions(storage=str(tmp_path / "runs"))
+    for told, again in (({}, False), ({by: "0"}, False), ({by: "2"}, True)):
+        run = StandaloneRun(spec(tmp_path), wishes, told)
+        assert (run.begun_at_s is None) == again
+
+
 def test_ranks_that_share_a_gpu_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
     run = StandaloneRun(spec(tmp_path), StandaloneOptions(storage=str(tmp_path / "runs")), {})
     met = Meeting(run.me, WorkerId("node-0", 0), gpus=("GPU-1a of h", "GPU-1a of h"))
