@@ -44,7 +44,7 @@ def plan(asked: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
             of_job = [*_of_job(tried, given, data), *_entered(tried, machines, data)]
             data["notes"] = [*of_job, *data["notes"]]
             return data
-    raise InfeasiblePlan(_none_within(asked, machines, data, seen))
+    raise InfeasiblePlan(_none_within(asked, machines, data, seen=seen))
 
 
 def _purposes(aim: Aim) -> Sequence[Purpose]:
@@ -98,6 +98,7 @@ def _none_within(
     asked: Query,
     machines: Sequence[MachineGroup],
     data: Mapping[str, Any],
+    *,
     seen: Sequence[Mapping[str, Any]],
 ) -> str:
     """That no offer is within the limits, and what would be. `seen`: the offers of all purposes."""
