@@ -145,3 +145,15 @@ def test_workers_that_die_one_after_another_end_the_run_unless_the_script_runs(
         if story.state.phase not in ("failed", "stopped"):
             story.wait(30.0)
     assert (story.state.phase == "failed") is not settles
+
+
+def test_a_script_that_is_killed_behind_the_same_line_is_started_as_often_as_any() -> None:
+    """Which of the steps behind that line it was nobody knows."""
+    story = three()
+    for _ in range(retries.SCRIPTS_MOST):
+        story.meet(0)
+        story.step(100)
+        story.fail("n0", "the process of rank 0 was killed from outside", kind="infrastructure")
+        story.leave()
+        story.wait(30.0)
+    assert len(story.plans) == 1 + retries.SCRIPTS_MOST and story.state.phase == "entering"

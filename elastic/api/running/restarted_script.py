@@ -34,6 +34,7 @@ GATES = newest_gates(
     forms_ahead=False,  # its processes make their groups themselves
     # its memory is its own, and so is what it stores: it does on SIGTERM, and tells of neither
     saves_in_any=False, saves_in_time=False, awaits_stop=False,
+    blames_program=False,  # what it prints does not tell in which step it was killed
 )  # fmt: skip
 FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and nobody reads here
 RESTARTED = (

@@ -204,10 +204,11 @@ def test_nor_is_a_script_that_is_restarted(folder: Path) -> None:
 
 
 def test_the_driver_of_a_script_that_is_restarted_has_the_rules_of_today(folder: Path) -> None:
-    """But for those about what elastic does not have of it: its groups, its memory, its copies."""
+    """But for those about what is its own: its groups, its memory, its checkpoints, its steps."""
     file = folder / "train.py"
     file.write_text("print('step 1: loss 1.0')")
     spec = job_of({"name": "tiny", **FILLED}, file, "--set")
     start = _ScriptRun(file, (), spec, options=Options(run_name="r"))._start(1, [])
     without = {name for name, there in gates_of(start).items() if not there}
-    assert without == {"forms_ahead", "saves_in_any", "saves_in_time", "awaits_stop"}
+    own = {"forms_ahead", "saves_in_any", "saves_in_time", "awaits_stop", "blames_program"}
+    assert without == own
