@@ -42,7 +42,7 @@ def loss(groups: Sequence[NodeGroup], work: ModelCost, layout: Layout, *, step_s
     n_nodes = sum(group.n_nodes for group in groups)
     slowest = min(group.hardware.link_bytes_per_s for group in groups)
     fetched = (
-        work.state_bytes
+        work.copied_bytes
         / (layout.pp * layout.tp * max(1, layout.dp_shard * layout.cp))
         / max(1.0, slowest)
     )

@@ -241,7 +241,8 @@ def _script_ended(state: State, event: ScriptEnded, at_s: float) -> State:
 
 def _group_ran(state: State, event: GroupRan, at_s: float) -> State:
     settled = state.is_current(event.generation) and at_s - state.entered_at_s > SETTLED_S
-    return replace(state, retries=0) if settled and state.retries else state
+    again = settled and (state.retries or state.deaths)
+    return replace(state, retries=0, deaths=()) if again else state
 
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {

@@ -1,8 +1,9 @@
 """What a driver decides by that drivers before it did not: a gate for each such rule, so that the
 journal of an older driver replays as it was decided.
 
-A new rule is a line here. A driver of today writes all of them as True into DriverStarted, the
-state has them from there, and what the journal of an older driver does not name is False.
+A new rule is a line here. A driver of today writes all of them as True into DriverStarted, but for
+those that cannot hold where it drives (GATES in restarted_script.py, standalone_run.py); the state
+has them from there, and what the journal of an older driver does not name is False.
 """
 
 from __future__ import annotations
@@ -133,6 +134,9 @@ class Gates:
     # alone holds its step and no limit is reached; else for a minute, or three times what those
     # before took
     awaits_stop: bool = False
+    # a node that was to be left, holds nothing of the state and is taken in by a plan is not
+    # released by the same decision, else it is
+    keeps_taken: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

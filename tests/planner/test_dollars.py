@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
+
 import pytest
 from support.planner.pools import LLAMA_8B, best, group
 
 from elastic.planner import dollars
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offers import Aim
+from elastic.reshard.rank_boxes import state_specs
 from elastic.types import Layout
 
 WORK = ModelCost.of(LLAMA_8B.profile())
@@ -19,7 +23,7 @@ def test_a_lost_node_costs_its_detection_the_fetch_steps_done_again_and_its_abse
     found = dollars.loss(
         [group(n_nodes=4, lost_per_node_h=0.05)], WORK, Layout(dp_shard=32), step_s=2.0
     )
-    fetched = 16 * N / 32 / 5e10
+    fetched = STATE / 32 / 5e10  # gradients are made anew
     assert found.per_h == pytest.approx(0.2)
     redone = (fetched / (0.01 * 2.0) + 1) / 2  # a copy is made as often as 1 % of the time allows
     assert found.seconds == pytest.approx(
@@ -62,6 +66,27 @@ def test_copies() -> None:
     assert dollars.host_bytes(8, WORK, Layout(dp_shard=8, offload=True)) == pytest.approx(
         2 * STATE + 16 * N
     )
+
+
+def test_frozen_weights_that_are_read_again_are_in_no_copy() -> None:
+    """Adapters on a base that is read from its files."""
+    profile = LLAMA_8B.profile()
+    trained = {spec.fqn for spec in profile.specs if spec.block == 0}
+    specs = tuple(
+        replace(spec, trainable=spec.fqn in trained, reread=spec.fqn not in trained)
+        for spec in profile.specs
+    )
+    model, layout = replace(profile, specs=specs), Layout(dp_shard=8)
+    work = ModelCost.of(model)
+    state = sum(prod(one.shape) * 4 for one in state_specs(model) if not one.buffer)
+    assert 0 < state < STATE / 20
+    found = dollars.copying([group()], work, layout, step_s=2.0)
+    assert found.state_bytes == pytest.approx(state)
+    assert found.moved_s == pytest.approx(state / 8 / group().hardware.link_bytes_per_s)
+    assert dollars.stored_usd_per_h(work) == pytest.approx(2 * state / 1e9 * 0.023 / 730)
+    assert dollars.host_bytes(8, work, layout) == pytest.approx(2 * state)
+    offloaded = dollars.host_bytes(8, work, replace(layout, offload=True)) - 2 * state
+    assert offloaded == pytest.approx(work.state_bytes) and offloaded > 4 * N
 
 
 def test_an_offer_says_what_a_million_tokens_cost() -> None:

@@ -16,10 +16,12 @@ from elastic.api.planning.run_nodes import too_many, within_max_nodes
 from elastic.errors import InfeasiblePlan
 from elastic.observe.plans import plan_tables
 from elastic.planner.layout_choice import most_workers
+from elastic.planner.offers import Aim, Purpose
 from elastic.text import count, hours, n_of, seconds, usd
 from elastic.types import is_auto
 from elastic.types.nouns import AUTO
 
+WHOLE = ("hours", "usd")  # what the phases of a job have in sum
 MOST_TIMES = 8  # as many nodes, that are tried where these hold no layout
 
 
@@ -27,20 +29,32 @@ def plan(asked: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
     """The offers within the limits, the best first. Raises SpecError, or InfeasiblePlan with what
     would do."""
     given, machines = machines, within_max_nodes(asked.subject.job, machines)
-    try:
-        data = query.plan(asked, machines)
-    except InfeasiblePlan as error:
-        raise InfeasiblePlan(f"{error}{_what_fits(asked, machines)}") from None
-    data |= of_phases(asked, machines)
-    late = _too_late(asked, machines, data)
-    if late:
-        raise InfeasiblePlan(late)
-    data["offers"] = _within_budget(asked, machines, data)
-    if not data["offers"]:
-        return plan(replace(asked, aim=replace(asked.aim, purpose="cheapest")), given)
-    of_job = [*_of_job(asked, given, data), *_entered(asked, machines, data)]
-    data["notes"] = [*of_job, *data["notes"]]
-    return data
+    seen = list[Mapping[str, Any]]()
+    for purpose in _purposes(asked.aim):
+        tried = replace(asked, aim=replace(asked.aim, purpose=purpose))
+        try:
+            data = query.plan(tried, machines)
+        except InfeasiblePlan as error:
+            raise InfeasiblePlan(f"{error}{_what_fits(asked, machines)}") from None
+        data |= of_phases(tried, machines)
+        seen += [_with_later(offer, data) for offer in data["offers"]]
+        kept = [offer for offer in data["offers"] if _within(asked.aim, _with_later(offer, data))]
+        if kept:
+            data["offers"] = [{**offer, "n": n} for n, offer in enumerate(kept, 1)]
+            of_job = [*_of_job(tried, given, data), *_entered(tried, machines, data)]
+            data["notes"] = [*of_job, *data["notes"]]
+            return data
+    raise InfeasiblePlan(_none_within(asked, machines, data, seen=seen))
+
+
+def _purposes(aim: Aim) -> Sequence[Purpose]:
+    """In which order offers are looked for until some are within the limits: by dollars where the
+    purpose finds none, and the fastest, since a phase has but a share of the deadline."""
+    limited = aim.deadline_h or aim.budget_usd
+    if not aim.tokens or not limited:
+        return (aim.purpose,)
+    timed: tuple[Purpose, ...] = ("deadline",) if aim.deadline_h else ()
+    return tuple(dict.fromkeys((aim.purpose, *timed, "cheapest", "fastest")))
 
 
 def _what_fits(asked: Query, machines: Sequence[MachineGroup]) -> str:
@@ -62,50 +76,67 @@ def _what_fits(asked: Query, machines: Sequence[MachineGroup]) -> str:
     return ""
 
 
-def _later_usd(data: Mapping[str, Any]) -> float:
-    """Of the phases behind the first, whose offers these are."""
-    return float(sum(row["usd"] for row in data.get("phases", ())[1:]))
+def _with_later(offer: Mapping[str, Any], data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the hours and dollars of the phases behind the first, whose offer it is."""
+    later = data.get("phases", ())[1:]
+    return {**offer, **{key: offer[key] + sum(row[key] for row in later) for key in WHOLE}}
 
 
-def _too_late(asked: Query, machines: Sequence[MachineGroup], data: Mapping[str, Any]) -> str:
-    """That no offer makes the deadline, and how many of these GPUs would; '' = one does."""
-    aim = asked.aim
-    fastest = min(offer["hours"] for offer in data["offers"])
-    if "phases" in data:
-        fastest = data["all_phases"]["hours"]
-    if not aim.deadline_h or not aim.tokens or fastest <= aim.deadline_h:
-        return ""
-    enough = ""
+def _within(aim: Aim, whole: Mapping[str, Any]) -> bool:
+    return not aim.tokens or (_in_time(aim, whole) and _paid(aim, whole))
+
+
+def _in_time(aim: Aim, whole: Mapping[str, Any]) -> bool:
+    return not aim.deadline_h or bool(whole["hours"] <= aim.deadline_h)
+
+
+def _paid(aim: Aim, whole: Mapping[str, Any]) -> bool:
+    return not aim.budget_usd or bool(whole["usd"] <= aim.budget_usd)
+
+
+def _none_within(
+    asked: Query,
+    machines: Sequence[MachineGroup],
+    data: Mapping[str, Any],
+    *,
+    seen: Sequence[Mapping[str, Any]],
+) -> str:
+    """That no offer is within the limits, and what would be. `seen`: the offers of all purposes."""
+    aim, on = asked.aim, " + ".join(map(_words, machines))
+    within = f" within {hours(aim.deadline_h)}" if aim.deadline_h else ""
+    budget = f" for {usd(aim.budget_usd)}" if aim.budget_usd else ""
+    in_time = [each for each in seen if _in_time(aim, each)]
+    if not in_time:
+        fastest = min(each["hours"] for each in seen)
+        return (
+            f"{_tokens(asked, data)}{within}: {on} need {hours(fastest)}; "
+            f"{_enough(asked, machines)}, fewer tokens or more time"
+        )
+    least = min(in_time, key=lambda each: each["usd"])
+    if not aim.deadline_h:
+        return (
+            f"{_tokens(asked, data)}{budget}: the cheapest way on {on} costs {usd(least['usd'])}; "
+            f"{_bought(aim.budget_usd, least, data)}"
+        )
+    paid = [each for each in seen if _paid(aim, each)]
+    other = min(seen, key=lambda each: each["usd"])
+    slow = f"the cheapest at all costs {usd(other['usd'])}"
+    if paid:
+        slow = f"the fastest for that budget takes {hours(min(each['hours'] for each in paid))}"
+    return (
+        f"{_tokens(asked, data)}{within}{budget}: on {on} the cheapest in time costs "
+        f"{usd(least['usd'])}, {slow}; take fewer tokens, more time or a larger budget"
+    )
+
+
+def _enough(asked: Query, machines: Sequence[MachineGroup]) -> str:
+    """How many of these GPUs make the deadline."""
     if len(machines) == 1:
         kind = sizing.fewest_nodes(asked, machines[0])
         if kind["makes_it"]:
             more = _words(machines[0].with_nodes(kind["n_nodes"]))
-            enough = f"{more} make it in {hours(kind['hours'])}; take them"
-    return (
-        f"{_tokens(asked, data)} within {hours(aim.deadline_h)}: "
-        f"{' + '.join(map(_words, machines))} need {hours(fastest)}; "
-        f"{enough or 'take more nodes (with --gpus KIND alone, --within says how many)'}, fewer "
-        "tokens or more time"
-    )
-
-
-def _within_budget(
-    asked: Query, machines: Sequence[MachineGroup], data: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """The offers that cost no more; [] where the cheapest ones are still to be asked for."""
-    aim = asked.aim
-    if not aim.tokens or not aim.budget_usd:
-        return list(data["offers"])
-    later_usd = _later_usd(data)
-    offers = [offer for offer in data["offers"] if offer["usd"] + later_usd <= aim.budget_usd]
-    if not offers and aim.purpose == "cheapest":
-        least = min(data["offers"], key=lambda offer: offer["usd"])
-        raise InfeasiblePlan(
-            f"{_tokens(asked, data)} for {usd(aim.budget_usd)}: the cheapest way on "
-            f"{' + '.join(map(_words, machines))} costs {usd(least['usd'] + later_usd)}; "
-            f"{_bought(aim.budget_usd, least, data)}"
-        )
-    return [{**offer, "n": n} for n, offer in enumerate(offers, 1)]
+            return f"{more} make it in {hours(kind['hours'])}; take them"
+    return "take more nodes (with --gpus KIND alone, --within says how many)"
 
 
 def _of_job(
@@ -113,7 +144,7 @@ def _of_job(
 ) -> Iterator[str]:
     """What else the job limits, that `elastic run` keeps to."""
     job, n_gpus = asked.subject.job, conflicts.n_gpus_of(machines)
-    costs_usd = data["offers"][0]["usd"] + _later_usd(data)
+    costs_usd = _with_later(data["offers"][0], data)["usd"]
     if job.budget_usd and costs_usd > job.budget_usd and not asked.aim.budget_usd:
         share = job.budget_usd / costs_usd
         yield (f"the job's budget_usd of {usd(job.budget_usd)} ends the run at {share:.0%}")

@@ -22,12 +22,19 @@ from elastic.policy.state.fold import State
 from elastic.policy.stopping import stopped_by_a_person
 from elastic.program import Program
 from elastic.types import DriverStarted, ModelProfile
+from elastic.types.gates import newest_gates
 from elastic.worker.hosting.resume_checks import check_not_failed, check_not_stopped, warn_of_clock
 
 KEYS = (
     "name", "pools", "min_workers", "max_workers", "max_nodes", "budget_usd", "head_usd_per_h",
     "deadline_h", "storage", "drill", "max_silence_s", "purpose", "on_demand_floor",
     "waiting_usd_per_h", "orphan_lease_s", "trackers", "metrics_port",
+)  # fmt: skip
+GATES = newest_gates(
+    forms_ahead=False,  # its processes make their groups themselves
+    # its memory is its own, and so is what it stores: it does on SIGTERM, and tells of neither
+    saves_in_any=False, saves_in_time=False, awaits_stop=False,
+    blames_program=False,  # what it prints does not tell in which step it was killed
 )  # fmt: skip
 FILLED = {"steps": 1, "global_batch": 1_000_000}  # what a job must have, and nobody reads here
 RESTARTED = (
@@ -116,8 +123,7 @@ class _ScriptRun(JobRun):
         return DriverStarted(
             self.name, epoch, plain, self.pools, ModelProfile(0, 0, ()), attached=attached,
             cut=self._cut.said if self._cut is not None else "", paid_until_s=until_s,
-            supervised=self.options.started_again, dates_budget=True, keeps_stop=True,
-            keeps_out=True, ends_quarantined=True,
+            supervised=self.options.started_again, **GATES,
         )  # fmt: skip
 
     def _shown(self) -> Callable[[str], None] | None:

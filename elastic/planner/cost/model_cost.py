@@ -53,7 +53,7 @@ class ModelCost:
     trained; `entries`: optimizer entries of the parameter's shape, on average over those. Of
     parameters that are stepped whole, at owners: `whole`, `whole_flop` of all steps, `most_flop` of
     one. `packed`: the share of the bytes that are frozen weights in 4 bits, `most_packed`: of the
-    largest of these."""
+    largest of these. `reread`: of what is no part of the training state."""
 
     model: ModelProfile
     n_blocks: int
@@ -69,6 +69,7 @@ class ModelCost:
     most_flop: float = 0.0
     packed: float = 0.0
     most_packed: float = 0.0
+    reread: float = 0.0
 
     @classmethod
     def of(cls, model: ModelProfile) -> ModelCost:
@@ -103,7 +104,7 @@ class ModelCost:
             model, n_blocks, block / n_blocks, experts / n_blocks, first, last + tied, tied,
             trained / max(1, total), entries / max(1, trained), sum(map(_bytes, stepped)),
             sum(flop), max(flop, default=0.0), sum(packed) / max(1, total),
-            max(packed, default=0.0),
+            max(packed, default=0.0), sum(_bytes(spec) for spec in own if spec.reread),
         )  # fmt: skip
 
     def computed(self, compute_bytes: int) -> float:
@@ -149,7 +150,7 @@ class ModelCost:
     @property
     def copied_bytes(self) -> float:
         """Of parameters and optimizer entries: what a copy of the training state holds."""
-        return self.parameter_bytes * (1 + self.trained * self.entries)
+        return self.parameter_bytes * (1 + self.trained * self.entries) - self.reread
 
     @cached_property
     def element_bytes(self) -> float:

@@ -50,7 +50,7 @@ def capacity(state: State, now_s: float, taken: Collection[str] = ()) -> Decisio
     use."""
     return together(
         _prepare(state, now_s),
-        _release(state, now_s),
+        _release(state, now_s, taken if state.keeps_taken else ()),
         leaving(state, now_s, taken),
         _request(state, now_s),
     )
@@ -128,10 +128,10 @@ def _prepare(state: State, now_s: float) -> Decision:
     return Decision(tuple(actions), "; ".join(reasons), min(wakes, default=None))
 
 
-def _release(state: State, now_s: float) -> Decision:
+def _release(state: State, now_s: float, taken: Collection[str] = ()) -> Decision:
     """Drained nodes that nobody needs any more; their workers get a moment to say that they have
-    sent everything."""
-    needed = set(state.member_nodes)
+    sent everything. `taken`: nodes that a plan is about to use."""
+    needed = {*state.member_nodes, *taken}
     leaving = _still_leaving(state) if now_s < state.entered_at_s + LEAVE_MOST_S else set()
     wake_at_s = state.entered_at_s + LEAVE_MOST_S if leaving else None
     needed |= leaving

@@ -49,6 +49,7 @@ from elastic.types import (
     WorkerFailed,
     WrongNumbers,
 )
+from elastic.types.gates import newest_gates
 from elastic.types.orders import WorkerOrder
 from elastic.worker.equivalence.small_batch import batch_of
 from elastic.worker.equivalence.structure import structure_of
@@ -89,6 +90,11 @@ GOODBYE_S = 10.0
 ALIVE_EVERY_S = 10.0  # rank 0 has no orders for hours while all train
 TOLD = StepDone | Evaluated | CopyFailed | PlanEntered | GuardTripped | WrongNumbers
 OTHERS = "another rank was told to stop"
+GATES = newest_gates(
+    forms_ahead=False,  # no rank makes groups ahead here
+    # without one of them the others cannot train: it is no help to know whose fault it is
+    leaves_out=False, spares_the_rest=False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -357,8 +363,7 @@ class StandaloneRun:
             pool = Pool(POOL, accelerator_here(), most, "owned", max_nodes=len(meeting.nodes))
             start = DriverStarted(
                 self.name, lease.epoch, replace(job, fingerprint=mark).plain(), (pool,), model,
-                durable=found.copies, cut=cut.said if cut is not None else "", dates_budget=True,
-                scores_all=True, judges_all=True, keeps_validated=True,
+                durable=found.copies, cut=cut.said if cut is not None else "", **GATES,
             )  # fmt: skip
             self._may_go_on(start, lines, state, found=found)
             known = {copy.step: copy.samples for copy in found.copies if copy.samples}

@@ -142,6 +142,30 @@ def test_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--budget much: it must be dollars in all" in refused(capsys, *words, "--budget", "much")
 
 
+@pytest.mark.slow
+def test_offers_are_within_the_deadline_and_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    """The fewer GPUs, the cheaper and the later."""
+    words = ("--model", "gpt2-124m", "--gpus", "H100:64", "--tokens", "10B")
+    fast, *_ = as_json(capsys, *words)["offers"]
+    cheap, *_ = as_json(capsys, *words, "--purpose", "cheapest")["offers"]
+    hours = (cheap["hours"] + fast["hours"]) / 2
+    within = ("--within", f"{hours * 60:.3f}m")
+    best, *_ = as_json(capsys, *words, *within)["offers"]
+    assert cheap["usd"] < best["usd"] and best["hours"] <= hours < cheap["hours"]
+    for more in ((), ("--purpose", "cheapest"), ("--purpose", "fastest")):
+        data = as_json(capsys, *words, *within, *more, "--budget", best["usd"] * 1.001)
+        assert min(offer["usd"] for offer in data["offers"]) == best["usd"]
+        assert all(offer["hours"] <= hours for offer in data["offers"])
+        assert all(offer["usd"] <= data["budget_usd"] for offer in data["offers"])
+        err = refused(capsys, *words, *within, *more, "--budget", best["usd"] * 0.999)
+        assert "on 64 x H100-80GB-SXM the cheapest in time costs $" in err
+        assert ", the fastest for that budget takes " in err and "take fewer tokens, " in err
+    err = refused(capsys, *words, *within, "--budget", cheap["usd"] / 2)
+    assert "the cheapest in time costs $" in err and ", the cheapest at all costs $" in err
+    err = refused(capsys, *words, "--within", "1m", "--budget", cheap["usd"])
+    assert "64 x H100-80GB-SXM need " in err and "more time" in err
+
+
 def test_a_jobs_own_budget_is_a_note(capsys: pytest.CaptureFixture[str], job: Path) -> None:
     words = (job, "--gpus", "H100:16", "--set", "max_workers=8")
     usd = as_json(capsys, *words)["offers"][0]["usd"]

@@ -26,6 +26,7 @@ from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.policy.state.fold import State, fold
 from elastic.types import DriverStarted, ModelProfile, StopAsked
+from elastic.types.gates import gates_of
 
 # Ends as the words say, one word for each start: an exit code, or the number of a signal with a
 # minus.
@@ -200,3 +201,14 @@ def test_nor_is_a_script_that_is_restarted(folder: Path) -> None:
     run = _ScriptRun(file, (), spec, options=replace(options, started_again=True))
     with pytest.raises(SpecError, match=STOPPED):
         run._start(2, before, stopped)
+
+
+def test_the_driver_of_a_script_that_is_restarted_has_the_rules_of_today(folder: Path) -> None:
+    """But for those about what is its own: its groups, its memory, its checkpoints, its steps."""
+    file = folder / "train.py"
+    file.write_text("print('step 1: loss 1.0')")
+    spec = job_of({"name": "tiny", **FILLED}, file, "--set")
+    start = _ScriptRun(file, (), spec, options=Options(run_name="r"))._start(1, [])
+    without = {name for name, there in gates_of(start).items() if not there}
+    own = {"forms_ahead", "saves_in_any", "saves_in_time", "awaits_stop", "blames_program"}
+    assert without == own

@@ -4,9 +4,11 @@ is the journal, as the driver would write it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
+from typing import Any
 
+from elastic.api.running.restarted_script import GATES
 from elastic.driver import LINE_EVERY_S, restored
 from elastic.ledger.journal import Line, parse_line, write_line
 from elastic.observe.accounting.accounts import Account, account
@@ -55,6 +57,7 @@ class ScriptStory:
         pools: tuple[Pool, ...] = POOLS,
         paid_until_s: float | None = None,
         attached: bool = False,
+        gates: Mapping[str, Any] = GATES,
         **job: object,
     ) -> None:
         self.now_s, self.lines, self.said = at_s, list(before), ""
@@ -62,7 +65,7 @@ class ScriptStory:
         given = {"script": "train.py", "cwd": "/", "restarted": True, "max_workers": 4, **job}
         start = DriverStarted(
             "run", 1, given, pools, ModelProfile(0, 0, ()), attached=attached,
-            paid_until_s=paid_until_s,
+            paid_until_s=paid_until_s, **gates,
         )  # fmt: skip
         self.plan: Plan | None = None
         self.answers: list[Event] = []

@@ -35,6 +35,7 @@ from elastic.ledger.run_folder import RunFolder
 from elastic.sim.replay import replay as replayed
 from elastic.storage import open_storage
 from elastic.types import CopyRemoved, CopyStored, DriverStarted, EnterPlan, Event, RemoveCopy
+from elastic.types.gates import gates_of
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 
@@ -149,6 +150,9 @@ def test_the_deadline_of_the_job_ends_it_with_its_state_saved(tmp_path: Path) ->
     assert ended.outcome == "stopped" and "the deadline of 0.002 h is over" in ended.reason
     (found,) = checkpoint_index.find(open_storage(folder / "runs" / "tiny"))
     assert found.step == ended.step > 0 and replayed(lines_of(folder)).identical
+    (start,) = (e for e in events(lines_of(folder)) if isinstance(e, DriverStarted))
+    without = {name for name, there in gates_of(start).items() if not there}
+    assert without == {"forms_ahead", "leaves_out", "spares_the_rest"}
 
 
 @pytest.mark.e2e
