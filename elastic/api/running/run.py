@@ -57,6 +57,7 @@ from elastic.worker.hosting.resume_checks import (
     FoundCopies,
     check_cp,
     check_layouts,
+    check_quota,
     check_loss,
     check_not_done,
     check_not_failed,
@@ -273,6 +274,7 @@ class JobRun:
             print(SENTENCE, file=self._out())
         job = self.spec.job()
         model = profile_of(self.program, job)
+        check_quota(self.spec, model)
         if n_samples is not None:
             notes = check_loss(job, self.program)
             model = with_few(model, self.spec, n_samples)
