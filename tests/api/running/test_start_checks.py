@@ -85,9 +85,7 @@ def test_that_checkpoints_come_back_over_the_network_is_said_where_nobody_has_as
         assert f"from {tmp_path}, about 4.0 MB each (verify_copies)" in said
 
 
-@pytest.mark.parametrize(
-    ("quota_gb", "refused"), [(0.016, True), (0.01633, False), (None, False)]
-)
+@pytest.mark.parametrize(("quota_gb", "refused"), [(0.016, True), (0.01633, False), (None, False)])
 def test_a_quota_of_less_than_two_checkpoints_is_wrong_input(
     tmp_path: Path, quota_gb: float | None, refused: bool
 ) -> None:
