@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from elastic.catalog.restart_times import CAUSES, RESTARTS
 from elastic.observe.accounting.accounts import Account
 from elastic.observe.reporting.capacity_history import CapacityHistory
 from elastic.observe.run_view import View
@@ -17,30 +18,6 @@ from elastic.types import Pool
 
 # what on-demand nodes would have been paid for too
 TRAINED = ("productive", "data_loading", "evaluation", "checkpoint_save", "between_steps")
-# for which a trainer that restarts does so as well; the others are this run's own wish
-CAUSES = ("notice", "loss", "growth")
-
-
-@dataclass(frozen=True)
-class RestartTime:
-    """Seconds without a step at a change, by what it came of: the shortest that docs/benchmarks.md
-    has (`source`: where)."""
-
-    trainer: str
-    by_cause: Mapping[str, float]
-    source: str
-
-
-RACE = "docs/benchmarks.md, race: idle time over four preemptions and four replacements"
-RESTARTS = (
-    RestartTime("torchrun with tuned timeouts", dict.fromkeys(CAUSES, 76.3 / 8), RACE),
-    RestartTime("Ray Train 2.60 with tuned timeouts", dict.fromkeys(CAUSES, 112.9 / 8), RACE),
-    RestartTime(
-        "Ray Train 2.60 as it comes",
-        {"loss": 82.6, "notice": 87.3, "growth": 14.4},
-        "docs/benchmarks.md, ray_train",
-    ),
-)
 
 
 @dataclass(frozen=True)
