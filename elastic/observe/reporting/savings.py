@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from elastic.catalog.restart_times import CAUSES, RESTARTS
 from elastic.observe.accounting.accounts import Account
 from elastic.observe.reporting.capacity_history import CapacityHistory
 from elastic.observe.run_view import View
@@ -103,6 +102,8 @@ def on_demand_price(pool: Pool, pools: Sequence[Pool]) -> tuple[float | None, st
 
 def against_restarts(view: View, books: Account, history: CapacityHistory) -> tuple[Restarted, ...]:
     """By each trainer that was measured; () where nothing changed, or the run restarts itself."""
+    from elastic.catalog.restart_times import CAUSES, RESTARTS  # as above
+
     changes = [one for one in books.transitions if one.cause in CAUSES]
     if not changes or view.job.restarted:
         return ()
