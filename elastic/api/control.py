@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.api.running.start_checks import check_market
 from elastic.catalog.bounded_yaml import yaml_of
-from elastic.config.drill import NODE_WORD, NODE_WORDS, DrillSpec
+from elastic.config.drill import NODE_WORD, NODE_WORDS, ON_NODES, DrillSpec
 from elastic.config.job import drill_entry
 from elastic.errors import SpecError
 from elastic.ledger.lease import holder, newest
@@ -38,10 +38,9 @@ def drill(run: Storage, words: Sequence[str]) -> dict[str, Any]:
         key, sign, value = word.partition("=")
         if not sign:
             raise SpecError(f"drill: '{word}' must be key=value, as in kill=any")
-        nodes = key in ("notice", "kill", "hang", "partition")
         data[key] = (
             (value.split(",") if "," in value else value)
-            if nodes
+            if key in ON_NODES
             else yaml_of(value, f"drill: {key}")
         )
     entry = drill_entry(data)

@@ -9,6 +9,8 @@ the median over the zones of that region. `chips.csv`: peaks of a GPU as its mak
 what a large matrix product was measured to reach. An empty cell = not known; where sources
 disagree, `source` says so.
 
+`restart_times`: what other trainers were measured to take at a change.
+
 The prices are a fallback for where the cloud itself cannot be asked, and they age: show `PRICES_AT`
 with them.
 """

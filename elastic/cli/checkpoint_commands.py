@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 from elastic import api
@@ -123,9 +124,10 @@ def _import(given: argparse.Namespace) -> int:
         lines.append(
             f"  left out: {len(done['ignored'])} tensors, the first is {done['ignored'][0]}"
         )
-    show(
-        given, done, [*lines, f"continue with it: elastic run {given.job} --run-name {given.into}"]
-    )
+    words = ["elastic", "run", given.job, "--run-name", given.into]
+    if given.storage:
+        words += ["--storage", given.storage]
+    show(given, done, [*lines, f"continue with it: {shlex.join(words)}"])
     return 0
 
 

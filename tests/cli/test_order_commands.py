@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import time
 from pathlib import Path
 
 import pytest
 from support.cli.calls import as_json, called
+from support.places import ROOT
 
+from elastic.config.drill import ON_NODES
 from elastic.ledger.lease import Lease
 from elastic.storage import LocalStorage
 from elastic.worker.hosting.inbox import Inbox
@@ -28,6 +32,28 @@ def test_orders_reach_the_inbox(storage: Path, capsys: pytest.CaptureFixture[str
         {"drill": {"kill": ["any-spot", "partner"]}},
         {"drill": {"notice": "any", "deadline_s": 5.0, "at_step": 9}},
     ]
+
+
+@pytest.mark.usefixtures("storage", "live")
+def test_drills_are_typed_as_the_pages_type_them(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    typed = {
+        words: page.name
+        for page in pages
+        for words in re.findall(r"`elastic drill RUN ([^`]+)`", page.read_text())
+    }
+    assert {"stall=rank0", "slow=rank0,rank:3 factor=2"} <= typed.keys()
+    for words, page in typed.items():
+        code, _, err = called(capsys, "drill", "tiny-1", *shlex.split(words))
+        assert (code, err) == (0, ""), page
+
+
+@pytest.mark.usefixtures("storage", "live")
+@pytest.mark.parametrize("kind", ON_NODES)
+def test_each_kind_takes_several_nodes(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["factor=2"] if kind == "slow" else []
+    said = as_json(capsys, "drill", "tiny-1", f"{kind}=any-spot,partner", *more)
+    assert said["drill"][kind] == ["any-spot", "partner"]
 
 
 @pytest.mark.usefixtures("storage", "idle")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.places import ROOT
 
-from elastic.config.fingerprint import differences, fingerprint
+from elastic.config.fingerprint import JOB_KEYS, batch_changed, differences, fingerprint
 from elastic.config.optimization import LrSchedule
 from elastic.types import Job, ModelProfile, OptimizerSpec, TensorSpec
 
@@ -145,3 +146,14 @@ def test_marks_that_were_recorded_with_secrets_or_without_paths_still_compare(
     assert "data.train" in differences(
         {**was, "data.train": {"tokens": "***", "end_token": "***", "seq": 8}}, now
     )
+
+
+def test_the_page_names_what_may_not_change() -> None:
+    """And what may not, whatever is allowed."""
+    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    said = text.split("hold a fingerprint:", 1)[1].split("On a Ray cluster the data", 1)[0]
+    listed, _, allowed = said.partition("`--allow-changed`")
+    missing = [key for key in (*JOB_KEYS, "data.train", "optimizer") if f"`{key}`" not in listed]
+    assert not missing
+    assert "never with other shapes, nor with another `global_batch`" in allowed
+    assert batch_changed("r", {"global_batch": 8}, {"global_batch": 16})

@@ -61,6 +61,7 @@ from elastic.worker.hosting.resume_checks import (
     check_not_done,
     check_not_failed,
     check_not_stopped,
+    check_quota,
     check_same,
     found_copies,
     taken,
@@ -273,6 +274,7 @@ class JobRun:
             print(SENTENCE, file=self._out())
         job = self.spec.job()
         model = profile_of(self.program, job)
+        check_quota(self.spec, model)
         if n_samples is not None:
             notes = check_loss(job, self.program)
             model = with_few(model, self.spec, n_samples)

@@ -17,30 +17,6 @@ from elastic.types import Pool
 
 # what on-demand nodes would have been paid for too
 TRAINED = ("productive", "data_loading", "evaluation", "checkpoint_save", "between_steps")
-# for which a trainer that restarts does so as well; the others are this run's own wish
-CAUSES = ("notice", "loss", "growth")
-
-
-@dataclass(frozen=True)
-class RestartTime:
-    """Seconds without a step at a change, by what it came of: the shortest that docs/benchmarks.md
-    has (`source`: where)."""
-
-    trainer: str
-    by_cause: Mapping[str, float]
-    source: str
-
-
-RACE = "docs/benchmarks.md, race: idle time over four preemptions and four replacements"
-RESTARTS = (
-    RestartTime("torchrun with tuned timeouts", dict.fromkeys(CAUSES, 76.3 / 8), RACE),
-    RestartTime("Ray Train 2.60 with tuned timeouts", dict.fromkeys(CAUSES, 112.9 / 8), RACE),
-    RestartTime(
-        "Ray Train 2.60 as it comes",
-        {"loss": 82.6, "notice": 87.3, "growth": 14.4},
-        "docs/benchmarks.md, ray_train",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -126,6 +102,8 @@ def on_demand_price(pool: Pool, pools: Sequence[Pool]) -> tuple[float | None, st
 
 def against_restarts(view: View, books: Account, history: CapacityHistory) -> tuple[Restarted, ...]:
     """By each trainer that was measured; () where nothing changed, or the run restarts itself."""
+    from elastic.catalog.restart_times import CAUSES, RESTARTS  # as above
+
     changes = [one for one in books.transitions if one.cause in CAUSES]
     if not changes or view.job.restarted:
         return ()

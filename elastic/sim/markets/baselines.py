@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import exp
 
+from elastic.catalog.restart_times import RAY_TRAIN
 from elastic.sim.markets.tick_world import Choose, Mode, TickView
 
 SLICES = 10  # of the time until the deadline
-# From a kill to the next step of Ray Train 2.60's elastic trainer, and the steps it does again:
-# measured at its defaults; 10 steps of a few seconds, or what lies between two checkpoints.
-RAY_TRAIN_RESTART_S = 78.0
+RESTART_S = RAY_TRAIN.by_cause["loss"]  # from a kill to the next step
 DELTA = 0.05  # of what an hour is worth, below which SkyNomad stays where it is
 PRIOR_TICKS = 12.0  # that a node is believed to last where none has been seen to end
 
@@ -178,7 +177,7 @@ BASELINES: Mapping[str, Baseline] = {
     "skynomad": Baseline(SkyNomad, "what progress is worth, by zone, lives and time left"),
     "restart": Baseline(
         lambda: greedy,
-        "greedy at fixed size, restarted from checkpoints as Ray Train does",
-        lost_s=RAY_TRAIN_RESTART_S,
+        f"greedy at fixed size, {RESTART_S:g} s lost at each preemption, as Ray Train does",
+        lost_s=RESTART_S,
     ),
 }

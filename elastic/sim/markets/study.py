@@ -11,8 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
+from elastic.catalog.restart_times import RAY_TRAIN
 from elastic.driver import Decide
 from elastic.errors import SpecError
 from elastic.planner.cost.model_cost import ModelCost
@@ -24,9 +25,9 @@ from elastic.sim.markets.market_run import RunResult, RunSubject, run_on
 from elastic.sim.markets.tick_world import TickWorld, play, tick_world, together
 from elastic.sim.markets.traces import Trace
 from elastic.types import Pool
+from elastic.types.nouns import Source
 
 ELASTIC, BOUND, ON_DEMAND = "elastic", "bound", "on-demand"
-RESTART_S = 78.0  # of a whole group, where nothing is changed live
 TICKS_MOST = 1500  # of a world: more are put together
 START_TICKS = 8  # that a start is cut into at most
 EGRESS_USD_PER_GB = 0.02  # between regions of AWS: its price list for EC2, data transfer
@@ -126,8 +127,12 @@ def _whole_pool(subject: RunSubject) -> RunSubject:
 
 
 def _restarted(subject: RunSubject) -> RunSubject:
-    """Every change ends all processes and starts them from what is stored."""
-    slow = replace(subject.delays, enter_s=RESTART_S, restore_s=RESTART_S)
+    """Every change ends all processes and starts them anew, whatever a run of ours has taken for
+    it; one of another cause as one for which nobody is waited for."""
+    by_cause, sources = RAY_TRAIN.by_cause, get_args(Source)
+    changes_s = {f"{cause}/{of}": s for cause, s in by_cause.items() for of in sources}
+    least_s = min(by_cause.values())
+    slow = replace(subject.delays, enter_s=least_s, restore_s=least_s, changes_s=changes_s)
     return replace(subject, delays=slow)
 
 
@@ -145,9 +150,10 @@ def _no_on_demand(subject: RunSubject) -> RunSubject:
     return replace(subject, pools=pools)
 
 
+RESTARTING = ", ".join(f"{cause} {s:g} s" for cause, s in RAY_TRAIN.by_cause.items())
 VARIANTS: Mapping[str, tuple[Callable[[RunSubject], RunSubject], str]] = {
     "all-or-none": (_whole_pool, "elastic, but on all nodes or on none"),
-    "restarting": (_restarted, f"elastic, but each change restarts all ({RESTART_S:.0f} s)"),
+    "restarting": (_restarted, f"elastic, but each change restarts all ({RESTARTING})"),
     "no-replicas": (_no_replicas, "elastic without replicas in other nodes' memory"),
     "no-notice": (_no_notice, "elastic, every node taken without a notice"),
     "no-on-demand": (_no_on_demand, "elastic on spot alone"),

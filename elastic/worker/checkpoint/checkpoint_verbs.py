@@ -19,7 +19,7 @@ from elastic.data.streams import STATE
 from elastic.errors import SpecError
 from elastic.models.lora import ADAPTER_FILE, ADAPTER_NAMES, peft_config
 from elastic.models.nf4 import pack, unpack, whole_shape
-from elastic.models.weight_types import TypedWeights, in_bfloat16, in_type, with_config
+from elastic.models.weight_types import CONFIG, TypedWeights, in_bfloat16, in_type, with_config
 from elastic.program import Program
 from elastic.reshard.rank_boxes import EXTRA, LOSS_SCALE, RNG, first_values, state_specs
 from elastic.storage import Storage, open_storage
@@ -110,6 +110,12 @@ def tied_names(specs: Iterable[TensorSpec]) -> dict[str, str]:
     return {spec.fqn: spec.tied_to for spec in specs if spec.tied_to is not None}
 
 
+def _written_too(tied: Mapping[str, str], beside: Container[str]) -> Mapping[str, str]:
+    """The tied names that stand in the files, too: none where the library that reads them ties by
+    its config.json."""
+    return {} if CONFIG in beside else tied
+
+
 def export(
     run: Storage,
     step: int | None,
@@ -123,14 +129,16 @@ def export(
 ) -> dict[str, Any]:
     """Writes the weights and buffers of a copy as safetensors, under the program's own names. Every
     byte read is checked. `tied`: as `tied_names`; they are written too, so that `load_state_dict`
-    finds every name. `beside`: files that are written beside them; with ADAPTER_NAMES among them
-    the weights are those of an adapter alone, as peft names them. `bfloat16`: names of those that
-    are written in it. `state`: what the optimizer keeps under that name is written in place of the
-    weights that it is of, as an average of them."""
+    finds every name, but where config.json is among `beside`, the files that are written beside the
+    weights: its library ties them. With ADAPTER_NAMES among these the weights are those of an
+    adapter alone, as peft names them. `bfloat16`: names of those that are written in it. `state`:
+    what the optimizer keeps under that name is written in place of the weights that it is of, as
+    an average of them."""
     item = chosen(run, step)
-    shapes, parts = _weights(checkpoint_index.open_checkpoint(item.uri), tied or {}, state=state)
-    most = FILE_BYTES if file_bytes is None else file_bytes
     beside = dict(beside or {})
+    checkpoint = checkpoint_index.open_checkpoint(item.uri)
+    shapes, parts = _weights(checkpoint, _written_too(tied or {}, beside), state=state)
+    most = FILE_BYTES if file_bytes is None else file_bytes
     if ADAPTER_NAMES in beside:
         names: dict[str, str] = json.loads(beside.pop(ADAPTER_NAMES))
         if missing := next((name for name in names.values() if name not in shapes), ""):
@@ -241,8 +249,7 @@ def export_for(
     trained = AdapterExport(checkpoint, program) if program.adapter is not None else None
     try:
         if trained is None:
-            # where a library reads these weights it ties by a config.json of its own
-            tied = {} if beside else tied_names(trace(program).specs)
+            tied = _written_too(tied_names(trace(program).specs), beside)
             part, begin = program.exports, f"{program.exports}." if program.exports else ""
             tied = {n.removeprefix(begin): of.removeprefix(begin) for n, of in tied.items()}
             shapes, parts = _weights(

@@ -35,10 +35,12 @@ def check_space(
         others = [found for found in committed(storage) if (found.step, found.generation) != copy]
         used = sum(found.n_bytes for found in others)
         if used + all_bytes > quota_gb * GB:
+            hold, fewer = "copies hold", ", or lower keep_last"
+            if len(others) == 1:  # which stays, whatever keep_last says
+                hold, fewer = "copy holds", ""
             raise NoRoom(
-                f"storage_quota_gb={quota_gb:g}: {len(others)} copies hold {used / GB:.2f} GB, the "
-                f"copy of step {copy[0]} needs {all_bytes / GB:.2f} GB; raise it, or lower "
-                "keep_last"
+                f"storage_quota_gb={quota_gb:g}: {len(others)} {hold} {used / GB:.2f} GB, the "
+                f"copy of step {copy[0]} needs {all_bytes / GB:.2f} GB; raise it{fewer}"
             )
     free = storage.free_bytes()
     if free is None:

@@ -33,7 +33,7 @@ from elastic.ledger.journal import Line, built
 from elastic.ledger.lease import Lease, Sign
 from elastic.program import Program
 from elastic.storage import Storage
-from elastic.text import n_of
+from elastic.text import n_of, size
 from elastic.types import Copy, CopyDamaged, DriverStarted, Job, Layout, ModelProfile
 
 if TYPE_CHECKING:
@@ -277,6 +277,21 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
                 f"layout '{layout}': {stages}, but the program's `blocks` "
                 f"matches only {model.n_blocks} modules"
             )
+
+
+def check_quota(spec: JobSpec, model: ModelProfile) -> None:
+    """Raises SpecError where storage_quota_gb is less than two checkpoints: the newest stays until
+    the next one is stored, so that none would be after the first."""
+    from elastic.worker.checkpoint.checkpoint_saver import state_bytes
+    from elastic.worker.checkpoint.disk_space import GB, OVERHEAD
+
+    quota_gb, each = spec.storage_quota_gb, OVERHEAD * state_bytes(model)
+    if quota_gb is not None and quota_gb * GB < 2 * each:
+        raise SpecError(
+            f"storage_quota_gb={quota_gb:g} ({size(quota_gb * GB)}) is less than two checkpoints "
+            f"({size(2 * each)}): the newest stays until the next one is stored; raise it, or "
+            "leave it out"
+        )
 
 
 def check_loss(job: Job, program: Program) -> tuple[str, ...]:

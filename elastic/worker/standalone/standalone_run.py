@@ -57,6 +57,7 @@ from elastic.worker.hosting.resume_checks import (
     FoundCopies,
     check_layouts,
     check_not_done,
+    check_quota,
     check_same,
     found_copies,
     taken,
@@ -396,6 +397,7 @@ class StandaloneRun:
         done = state is None or state.phase == "succeeded"
         check_not_done(self.name, self.spec.steps, saved, succeeded=done)
         check_layouts(self.spec, start.model)
+        check_quota(self.spec, start.model)
         warn_of_clock(lines, time.time())
         check_same(lines, start, found.meta, allow_changed=self.wishes.allow_changed)
         for damaged in found.damaged:

@@ -20,14 +20,24 @@ from torch.utils.data import IterableDataset
 
 from elastic.api.running import start_checks
 from elastic.config.fingerprint import fingerprint
-from elastic.config.job import drill_entry, job_of
+from elastic.config.job import drill_entry, job_of, load_job
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line, read
 from elastic.observe import terminal
 from elastic.program import Program, load_program
 from elastic.storage import open_storage
-from elastic.types import DriverStarted, Job, ModelProfile, Pool, TensorSpec, parse_layout
+from elastic.types import (
+    DriverStarted,
+    Job,
+    ModelProfile,
+    OptimizerSpec,
+    Pool,
+    TensorSpec,
+    parse_layout,
+)
 from elastic.worker.hosting import resume_checks
+from elastic.worker.program.model_profile import trace
+from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 
 
 @pytest.mark.parametrize(
@@ -73,6 +83,40 @@ def test_that_checkpoints_come_back_over_the_network_is_said_where_nobody_has_as
     assert bool(said) == told
     if told:
         assert f"from {tmp_path}, about 4.0 MB each (verify_copies)" in said
+
+
+@pytest.mark.parametrize(("quota_gb", "refused"), [(0.016, True), (0.01633, False), (None, False)])
+def test_a_quota_of_less_than_two_checkpoints_is_wrong_input(
+    tmp_path: Path, quota_gb: float | None, refused: bool
+) -> None:
+    """The newest stays until the next is stored, which would never be. What is read again from its
+    source is in none."""
+    keys = {"steps": 2, "global_batch": 4, "storage_quota_gb": quota_gb}
+    spec = job_of(keys, tmp_path / "job.yaml")
+    base = TensorSpec("base", (9000, 1000), "float32", trainable=False, reread=True)
+    moments = OptimizerSpec(("exp_avg",))
+    model = ModelProfile(1, 0, (TensorSpec("w", (1000, 1000), "float32"), base), (moments,))
+    if not refused:
+        resume_checks.check_quota(spec, model)
+        return
+    said = r"storage_quota_gb=0.016 \(16.0 MB\) is less than two checkpoints \(16.3 MB\)"
+    with pytest.raises(SpecError, match=said) as caught:
+        resume_checks.check_quota(spec, model)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_it_is_told_before_a_worker_starts_also_under_torchrun(folder: Path) -> None:
+    (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text())
+    (folder / "job.yaml").write_text("steps: 4\nglobal_batch: 8\nstorage_quota_gb: 1.0e-6\n")
+    said = r"storage_quota_gb=1e-06 \(1.0 kB\) is less than two checkpoints"
+    with pytest.raises(SpecError, match=said):
+        prepared(folder)._start(1, [])
+    model = trace(load_program(folder / "program.py"))
+    start = DriverStarted("tiny", 1, {}, (), model)
+    with pytest.raises(SpecError, match=said):
+        StandaloneRun(load_job(folder), StandaloneOptions(), {})._may_go_on(
+            start, [], None, found=resume_checks.FoundCopies((), {}, ())
+        )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from support.observe.small_run import T0, lines, tick
 from support.places import ROOT
 from support.sim.market import SLOW, play
 
+from elastic.catalog.restart_times import RESTARTS
 from elastic.errors import SpecError
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import JOURNAL, RunFolder
@@ -185,31 +186,17 @@ def test_the_catalog_has_the_price_of_a_known_instance_type() -> None:
 def test_against_trainers_that_restart() -> None:
     seen = seen_of(priced())
     found = savings.against_restarts(seen.view, seen.account, seen.history)
-    assert [one.trainer for one in found] == [one.trainer for one in savings.RESTARTS]
+    assert [one.trainer for one in found] == [one.trainer for one in RESTARTS]
     notice, loss = seen.account.transitions[1:]
     first = found[0]
     assert (first.changes, first.steps_again) == (2, 8)  # eight steps, and no checkpoint yet
-    each_s = savings.RESTARTS[0].by_cause["loss"]
+    each_s = RESTARTS[0].by_cause["loss"]
     assert first.idle_s == pytest.approx(2 * each_s)
     again_s = (8 - loss.steps_lost) * 0.5
     assert first.saved_s == pytest.approx(2 * each_s - notice.pause_s - loss.pause_s + again_s)
     assert seen_of(lines()[:5]).account.transitions and not savings.against_restarts(
         seen_of(lines()[:5]).view, seen_of(lines()[:5]).account, seen.history
     )
-
-
-def test_the_times_of_the_peers_are_those_of_the_benchmarks() -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    course = text.split("preemptions: kill at", 1)[1].split("events: kill at", 1)[0]
-    (idle,) = re.findall(r"^\| idle after it, s \|(.*)\|$", course, re.M)
-    _, _, ray_train, torchrun = (float(cell) for cell in idle.split("|"))  # as its first row
-    assert len(re.findall(r"kill|notice|add", course.split("\n")[0])) + 1 == 8
-    by_name = {one.trainer: one.by_cause for one in savings.RESTARTS}
-    assert by_name["torchrun with tuned timeouts"]["loss"] == torchrun / 8
-    assert by_name["Ray Train 2.60 with tuned timeouts"]["notice"] == ray_train / 8
-    section = text.split("\n## ray_train", 1)[1].split("\n## ", 1)[0]
-    for number in by_name["Ray Train 2.60 as it comes"].values():
-        assert f"{number:g}" in section
 
 
 def test_dollars_to_a_target_loss() -> None:
@@ -290,7 +277,7 @@ def test_the_page_and_its_pictures_are_written(tmp_path: Path) -> None:
     assert (run.folder / "capacity.png").read_bytes().startswith(b"\x89PNG")
     assert f"page:  {tmp_path}/for-my-manager.html" in said
     assert data["target_loss"]["step"] == 12 and data["usd_per_million"] > 0
-    assert {one["trainer"] for one in data["restarts"]} == {r.trainer for r in savings.RESTARTS}
+    assert {one["trainer"] for one in data["restarts"]} == {r.trainer for r in RESTARTS}
     assert data["on_demand"]["usd"] > 0 and data["verdicts"][0]["advice"]
     assert "BOUND BY" in said
     with pytest.raises(SpecError, match="--html .*cannot be written.*give a file in a folder"):

@@ -314,20 +314,28 @@ def test_an_error_that_nobody_has_foreseen_is_told_with_its_kind(
     assert on.wait(1) == [CopyFailed(1, 10, why, rank=0)]
 
 
-def test_a_quota_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quota_gb", "stored", "held", "advice"),
+    [
+        (10e-6, [10, 20], "2 copies hold", "; raise it, or lower keep_last"),
+        (4e-6, [10], "1 copy holds", "; raise it"),
+    ],
+)
+def test_a_quota_is_kept(
+    tmp_path: Path, quota_gb: float, stored: list[int], held: str, advice: str
+) -> None:
     plan = four(Layout())
-    on = Rank(tmp_path, plan, 0, storage_quota_gb=10e-6)
-    for n, step in enumerate((10, 20), 1):
+    on = Rank(tmp_path, plan, 0, storage_quota_gb=quota_gb)
+    for n, step in enumerate(stored, 1):
         on.save(step)
         assert isinstance(on.finish(n)[-1], ShardStored)
         checkpoint_writer.commit(on.storage, step, 1, world_size=1, epoch=1, meta={})
     on.save(30)
-    failed = on.wait(3)[2]
+    failed = on.wait(len(stored) + 1)[-1]
     assert isinstance(failed, CopyFailed)
-    assert (
-        "storage_quota_gb=1e-05: 2 copies hold 0.00 GB, the copy of step 30 needs" in failed.reason
-    )
-    assert [found.step for found in checkpoint_index.find(on.storage)] == [20, 10]
+    assert f"={quota_gb:g}: {held} 0.00 GB, the copy of step 30 needs" in failed.reason
+    assert failed.reason.endswith(advice)
+    assert [found.step for found in checkpoint_index.find(on.storage)] == stored[::-1]
 
 
 # ------------------------------------------------------------------------------- writing for others

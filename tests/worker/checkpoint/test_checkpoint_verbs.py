@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
 )
 
+from elastic import api
 from elastic.api import checkpoint_actions
+from elastic.api.running.program_file import job_given
 from elastic.cli.command_line import main
 from elastic.errors import SpecError, StateLost
 from elastic.ledger.run_folder import RunFolder
+from elastic.observe import find_runs
 from elastic.program import Program, load_program
 from elastic.reshard.rank_boxes import owned_boxes, state_specs
 from elastic.storage import Storage, open_storage
@@ -525,18 +529,8 @@ def test_verbs(program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[s
     (job / "job.yaml").write_text("steps: 20\nglobal_batch: 4\nprogram: " + str(TINY) + "\n")
     save_file(weights_of(trained(program)[0]), tmp_path / "in.safetensors")
     at = ("--storage", tmp_path / "runs")
-    done = elastic(
-        "import",
-        tmp_path / "in.safetensors",
-        "--into",
-        "mine",
-        "--job",
-        job,
-        "--at-step",
-        5,
-        "--json",
-        *at,
-    )
+    into = ("--into", "mine", "--job", job, "--at-step", 5, "--json")
+    done = elastic("import", tmp_path / "in.safetensors", *into, *at)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 5
     rows = json.loads(elastic("ls", "mine", "--json", *at).stdout)["checkpoints"]
@@ -569,3 +563,28 @@ def test_verbs(program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[s
             done.stderr
         )
     assert elastic("rm", "mine", "--step", 5, "--force", *at).returncode == 0
+
+
+@pytest.mark.parametrize("given", [(), ("--storage", "my runs")], ids=["default", "given"])
+def test_what_was_imported_is_continued_as_the_import_says(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], given: tuple[str, ...],
+) -> None:  # fmt: skip
+    found: list[str] = []
+
+    def run(job: str, *, options: api.Options) -> None:
+        spec = job_given(job, None, options)
+        found.append(f"{find_runs.storage_uri(spec.storage)}/{options.run_name}")
+        raise SpecError("it is not trained here")
+
+    monkeypatch.setattr(api, "run", run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ELASTIC_STORAGE", raising=False)
+    Path("job.yaml").write_text(f"steps: 20\nglobal_batch: 4\nprogram: {TINY}\n")
+    save_file(weights_of(trained(program)[0]), "in.safetensors")
+    words = ["in.safetensors", "--into", "mine", "--job", ".", *given]
+    assert main(["checkpoint", "import", *words]) == 0
+    out = capsys.readouterr().out
+    command = shlex.split(out.partition("continue with it: ")[2])
+    assert command[0] == "elastic" and main(command[1:]) == 2
+    assert out.startswith(f"{found[0]}/checkpoints/step-")

@@ -23,7 +23,7 @@ from elastic.program import Program, load_program
 from elastic.storage import open_storage
 from elastic.types import Job, Layout
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
-from elastic.worker.checkpoint.checkpoint_verbs import PART_BYTES, export_for
+from elastic.worker.checkpoint.checkpoint_verbs import PART_BYTES, export, export_for, tied_names
 from elastic.worker.checkpoint.finished_model import load_model
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
@@ -47,6 +47,29 @@ def test_from_pretrained_loads_what_was_exported(name: str, tmp_path: Path) -> N
     ids = torch.arange(24).view(2, 12) * 5 % 64
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("given", ["journal", "job"])
+@pytest.mark.parametrize("name", ["config.json", "vocab.json"])
+def test_tied_weights_are_there_once_where_a_library_ties_them(
+    given: str, name: str, tmp_path: Path
+) -> None:
+    """By its config.json; who has none finds each name."""
+    program = load_program(PROGRAMS / "hf_gpt2.py")
+    assert program.files is not None
+    files = {name: program.files()["config.json"]}
+    model = stored(program, tmp_path)
+    run, out = (open_storage(str(tmp_path / place)) for place in ("run", "out"))
+    if given == "job":
+        export_for(run, None, out, program=replace(program, files=lambda: files))
+    else:
+        export(run, None, out, tied=tied_names(trace(program).specs), beside=files)
+    with safe_open(str(tmp_path / "out" / "model.safetensors"), "pt") as file:
+        found = set(file.keys())
+    assert found == model.state_dict().keys() - ({"lm_head.weight"} if "config" in name else set())
+    if name == "config.json":
+        loaded = transformers_model(tmp_path / "out")
+        assert torch.equal(loaded.lm_head.weight, model.get_parameter("lm_head.weight"))
 
 
 def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
