@@ -76,6 +76,11 @@ NO_CALL = (
     "itself, with tensors, before what ends there"
 )
 DONE_ALREADY = "run.model and the batches are this rank's parts, on its device"
+MEMORY = (torch.OutOfMemoryError, MemoryError)
+WHOLE_MODEL = (
+    "it is before its first batch, and the whole model need not fit on one GPU: leave .to(device) "
+    "out, elastic.loop puts this rank's part of the model there"
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,8 @@ class ScriptSource:
             )
         if without_gpu.NO_GPU.search(str(error)):
             what = f"{what.splitlines()[0]}: {without_gpu.ADVICE}"
+        if isinstance(error, torch.OutOfMemoryError):
+            what = f"{what.partition(' Including ')[0]}: {WHOLE_MODEL}"
         return " ".join(f"{where}: {what}".split())
 
 
@@ -267,6 +274,7 @@ class Script:
         self.finished = False
         self._inside = False
         self._stop_told = False
+        self._before_loop = ExitStack()  # what ends where the script enters its loop
 
     def start(self) -> LoopProgram:
         """Returns when the script stands before its loop. Raises ProgramError where it never comes
@@ -279,6 +287,7 @@ class Script:
     def entered(self, run: Run) -> Run:
         if self._inside:
             raise ProgramError("elastic.loop is entered a second time; a script has one loop")
+        self._before_loop.close()
         self._inside, self.run, run.handoff = True, run, self.handoff
         run.name = self.run_name
         if self.calls_file is not None:
@@ -302,7 +311,9 @@ class Script:
 
     def _once(self) -> HandoffMessage:
         try:
-            self.source.run()
+            with self._before_loop:
+                self._before_loop.enter_context(without_gpu.unplaced())
+                self.source.run()
         except SystemExit as error:
             if error.code not in (None, 0):
                 return HandoffMessage("ended", error=self._why(_of_exit(error)))
@@ -316,12 +327,11 @@ class Script:
         return HandoffMessage("ended")
 
     def _why(self, error: BaseException) -> BaseException:
-        """A collective that aborted outside of run.model, and memory that gave out, stay what they
-        are. What the script makes of zeros, or of numbers that are not there, is no error of its
-        own."""
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-            self._inside and is_collective_error(error)
-        ):
+        """A collective that aborted outside of run.model, and memory that gave out over a batch,
+        stay what they are. What the script makes of zeros, or of numbers that are not there, is no
+        error of its own."""
+        over_a_batch = self._inside and "step_index" in vars(self.run)  # there from the first one
+        if isinstance(error, MEMORY) and over_a_batch or self._inside and is_collective_error(error):
             return error.with_traceback(None)
         own = isinstance(error, Exception | SystemExit)
         if self._inside and self.run is not None and self.run.lost and own:
