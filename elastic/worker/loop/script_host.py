@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from elastic.config.masking import masked_text
+from elastic.data.progress import gets_on, heard_by
 from elastic.errors import ElasticError, Interrupted, ProgramError, SpecError
 from elastic.types import Job
 from elastic.user_frames import log_text, raised_at, user_traceback
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TrainFunction = Callable[[], Callable[[], None]]  # gives one, anew for each start
+# what comes before the loop may take this long, from its start or since it said that it makes
+# progress, before the worker says no more that it makes some
+BEFORE_MOST_S = 3600.0
 AFTER_MOST_S = 300.0  # what comes after the loop may take this long before the run is called done
 LOOK_S = 1.0
 RAY_TRAIN = re.compile(r"`(\w+)` cannot be used outside of a Ray Train training function")
@@ -277,9 +281,21 @@ class Script:
         self._before_loop = ExitStack()  # what ends where the script enters its loop
 
     def start(self) -> LoopProgram:
-        """Returns when the script stands before its loop. Raises ProgramError where it never comes
-        there."""
+        """Returns when the script stands before its loop; makes progress until then. Raises
+        ProgramError where it never comes there."""
+        self._made_progress()
         threading.Thread(target=self._work, name="script", daemon=True).start()
+        late = False
+        while self.handoff.hear(LOOK_S) is None:
+            before, late = late, time.monotonic() > self._progress_s + BEFORE_MOST_S
+            if not late:
+                gets_on()
+            elif not before:
+                log.warning(
+                    "%s: what comes before its loop takes more than %.0f s",
+                    self.source.file,
+                    BEFORE_MOST_S,
+                )
         return self._stand().program
 
     # -------------------------------------------------------------------------- the script's thread
@@ -295,6 +311,9 @@ class Script:
                 run.calls.keep_in(self.calls_file)
         return run
 
+    def _made_progress(self) -> None:
+        self._progress_s = time.monotonic()
+
     def _work(self) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         if self.device.type == "cuda":
@@ -302,7 +321,8 @@ class Script:
         here.host = self
         while True:
             self._inside = False
-            word = self._once()
+            with heard_by(self._made_progress):
+                word = self._once()
             if self.run is not None:
                 self.run.model.module_numbers.hand_over()
                 if self.run.given is not None:

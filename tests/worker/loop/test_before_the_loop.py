@@ -1,15 +1,18 @@
-"""What a script does before its loop, in a worker: memory that gives out there ends it at once, and
-the model of a Trainer stays in the memory of the host."""
+"""What a script does before its loop, in a worker: memory that gives out there ends it at once, the
+model of a Trainer stays in the memory of the host, and what takes long makes progress."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from elastic.data.progress import heard_by
 from elastic.errors import ProgramError, SpecError
+from elastic.worker.loop import script_host
 from elastic.worker.loop.script_host import Script, ScriptSource, capture
 
 HEAD = """
@@ -77,3 +80,46 @@ def test_the_model_of_a_trainer_is_put_on_no_device(tmp_path: Path) -> None:
         assert script(tmp_path, text).start().settings["steps"] == 2
         assert capture(tmp_path / "train.py", [], 0).settings["steps"] == 2
     assert transformers.TrainingArguments.place_model_on_device is not False
+
+
+class Clock:
+    """Moved by the script, which then waits until it was looked at."""
+
+    now_s, looks = 0.0, 0
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        return self.now_s
+
+
+SLOW = """
+import clock
+from elastic.data.progress import gets_on
+from time import monotonic, sleep
+for _ in range(60):
+    clock.now_s += 100.0
+    {}
+    looks, began_s = clock.looks, monotonic()
+    while clock.looks < looks + 2:
+        assert monotonic() < began_s + 20, "nobody looks"
+        sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize(("says", "until_s"), [("pass", 3600.0), ("gets_on()", 6000.0)])
+def test_what_takes_long_makes_progress_and_what_hangs_for_an_hour_does_not(
+    says: str,
+    until_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, told_s = Clock(), list[float]()
+    monkeypatch.setattr(script_host, "time", clock)
+    monkeypatch.setattr(script_host, "LOOK_S", 0.001)
+    monkeypatch.setitem(sys.modules, "clock", clock)  # type: ignore[arg-type]
+    with heard_by(lambda: told_s.append(clock.now_s)):
+        script(tmp_path, f"{HEAD}{SLOW.format(says)}{ENTER}{BODY}").start()
+    assert {100.0 * n for n in range(1, int(until_s / 100))} <= {*told_s}
+    assert until_s <= max(told_s) <= until_s + 100.0
+    assert caplog.text.count("before its loop takes more than 3600 s") == (until_s < 6000)
