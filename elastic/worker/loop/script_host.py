@@ -350,8 +350,9 @@ class Script:
         """A collective that aborted outside of run.model, and memory that gave out over a batch,
         stay what they are. What the script makes of zeros, or of numbers that are not there, is no
         error of its own."""
-        over_a_batch = self._inside and "step_index" in vars(self.run)  # there from the first one
-        if isinstance(error, MEMORY) and over_a_batch or self._inside and is_collective_error(error):
+        has_a_batch = self._inside and "step_index" in vars(self.run)
+        full = isinstance(error, MEMORY) and has_a_batch
+        if full or self._inside and is_collective_error(error):
             return error.with_traceback(None)
         own = isinstance(error, Exception | SystemExit)
         if self._inside and self.run is not None and self.run.lost and own:

@@ -41,7 +41,7 @@ def raised(of: Script) -> BaseException:
     def start() -> None:
         try:
             of.start()
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - it is looked at in the other thread
             found.append(error)
 
     thread = threading.Thread(target=start, daemon=True)
