@@ -279,11 +279,11 @@ class Script:
         self._inside = False
         self._stop_told = False
         self._before_loop = ExitStack()  # what ends where the script enters its loop
+        self._progress_s = time.monotonic()  # when it has said last that it makes some
 
     def start(self) -> LoopProgram:
         """Returns when the script stands before its loop; makes progress until then. Raises
         ProgramError where it never comes there."""
-        self._made_progress()
         threading.Thread(target=self._work, name="script", daemon=True).start()
         late = False
         while self.handoff.hear(LOOK_S) is None:

@@ -3,6 +3,7 @@ and every rank has the same."""
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.worker.loop_case import losses_agree_when_resized
+from support.worker.loop_case import loop_job, losses_agree_when_resized
+from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import ProgramError
+from elastic.types import Layout, StepDone, WorkerFailed
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run
 from elastic.worker.loop.loop_model import LoopModel
@@ -218,3 +221,19 @@ def test_losses_are_those_of_one_process_with_a_worker_that_never_came_to_the_li
     pool: Pool, tmp_path: Path
 ) -> None:
     losses_agree_when_resized(pool, tmp_path, "loop_set_inside.py", at_step=4)
+
+
+@pytest.mark.e2e
+def test_a_worker_that_counts_from_its_own_first_batch_is_named(pool: Pool, tmp_path: Path) -> None:
+    """It has joined after some steps; nothing is stepped with two learning rates."""
+    workers = pool.open(loop_job("loop_enumerated.py", steps=40), tmp_path)
+    one = plan(1, Layout(dp_replicate=2), workers, 12, n_blocks=0)
+    pool.enter(one)
+    pool.wait(lambda: any(e.step >= 3 for e in pool.events(StepDone)), "step 3")
+    pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(one), n_blocks=0))
+    pool.wait(lambda: len(pool.events(WorkerFailed, 2)) == 3, "failure")
+    assert not pool.events(StepDone, 2)
+    (said,) = {e.error for e in pool.events(WorkerFailed, 2)}
+    lr = re.escape("optimizer.param_groups[0]['lr']")
+    found = re.search(rf": rank 2 has {lr} = 0.01, rank 0 has (0.0\d+): every rank", said)
+    assert found and float(found[1]) < 0.005, said
