@@ -185,7 +185,8 @@ class PreparedTrainer:
         most = -(-global_batch // self.trainer.args.per_device_eval_batch_size)
 
         def evaluate(model: Any, batch: Batch) -> Any:
-            n = 1 if self._run is None else -(-most // self._run.world_size)  # None: it is tried
+            # where this is tried, before the first batch, nobody knows of how many ranks
+            n = -(-most // vars(self._run).get("world_size", most))
             return sum(losses(model, part) * weight for part, weight in parts_of(batch, n))
 
         return {"validation": rows, "evaluate": evaluate, **samples}

@@ -119,6 +119,7 @@ def test_a_validation_passes_no_more_rows_at_once_than_the_arguments_say(tmp_pat
         (tmp_path / "train.py").write_text(
             f"{text}trainer.eval_dataset = rows\n{PREPARED.format(12)}"
         )
+        assert capture(tmp_path / "train.py", [], SEED).evaluation is not None, "it is tried"
         at_loop = ScriptAtLoop.of(tmp_path / "train.py", [], SEED, STEPS)
         at_loop.begin()
         program, model, run, n_rows = at_loop.program, at_loop.state.model, at_loop.script.run, []
