@@ -50,6 +50,11 @@ def forgotten(frame: FrameType | None, given: Mapping[int, Any]) -> tuple[str, .
             f"step to step: {ANEW}; what must not be lost belongs into an object of extra_state, "
             "or follows from run.step_index"
         )
+    for name, line in _counted(tree, frame.f_lineno) if tree is not None else ():
+        found.append(
+            f"{os.path.basename(frame.f_code.co_filename)}, line {line}: {name} counts the batches "
+            f"of one process: {ANEW}; use run.step_index"
+        )
     return tuple(found)
 
 
@@ -93,29 +98,60 @@ def taken(model: nn.Module, others: Mapping[str, Any]) -> dict[int, Any]:
 # ------------------------------------------------------------------------------------ from the text
 
 
-def _carried(tree: ast.Module, line: int) -> Iterator[tuple[str, int]]:
-    """Names that the loop's body makes of what they were (n += 1), and that are first set before
-    the loop that was entered in that line."""
+def _loops(tree: ast.Module, line: int) -> tuple[ast.AST, list[ast.For]]:
+    """Through what was entered in that line, with the function that they stand in."""
     scope: ast.AST = tree
     for node in ast.walk(tree):  # the innermost function is walked last
         if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
             scope = node
-    loops = [
+    runs = _runs(scope, line)
+    return scope, [
         node
         for node in ast.walk(scope)
-        if isinstance(node, ast.For) and node.lineno >= line and isinstance(node.iter, ast.Name)
+        if isinstance(node, ast.For) and node.lineno >= line and _goes_through(node.iter, runs)
     ]
-    runs = _runs(scope, line)
+
+
+def _goes_through(what: ast.AST, runs: set[str]) -> bool:
+    """The run itself, or a call that is given it, as enumerate(run)."""
+    if isinstance(what, ast.Call):
+        given = (*what.args, *(keyword.value for keyword in what.keywords))
+        return any(_goes_through(one, runs) for one in given)
+    return _name(what) in runs
+
+
+def _name(node: ast.AST | None) -> str:
+    """`run` or `self.run`; '' = neither."""
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def _is_read(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Load)
+
+
+def _carried(tree: ast.Module, line: int) -> Iterator[tuple[str, int]]:
+    """Names that the loop's body makes of what they were (n += 1), and that are first set before
+    the loop that was entered in that line."""
+    scope, loops = _loops(tree, line)
     for loop in loops:
-        assert isinstance(loop.iter, ast.Name)
-        if loop.iter.id not in runs:
-            continue
         before = {name for name, at, _ in _set(scope) if at < line}
         fresh = set[str]()  # what a step sets anew
         for name, at, itself in _set(loop):
             if itself and name in before and name not in fresh:
                 yield name, at
             fresh.add(name)
+
+
+def _counted(tree: ast.Module, line: int) -> Iterator[tuple[str, int]]:
+    """What enumerate() gives beside the batches of that loop, where the body reads it."""
+    for loop in _loops(tree, line)[1]:
+        calls = (_name(node.func) for node in ast.walk(loop.iter) if isinstance(node, ast.Call))
+        if "enumerate" not in calls or not isinstance(loop.target, ast.Tuple):
+            continue
+        counter = _name(loop.target.elts[0])
+        read = (node for one in loop.body for node in ast.walk(one) if _is_read(node))
+        if counter in map(_name, read):
+            yield counter, loop.lineno
 
 
 def _is_only_called(tree: ast.Module, name: str, line: int) -> bool:
@@ -154,14 +190,10 @@ def _runs(scope: ast.AST, line: int) -> set[str]:
     for node in ast.walk(scope):
         last = getattr(node, "end_lineno", 0) or 0
         if isinstance(node, ast.With) and node.lineno <= line <= node.body[0].lineno:
-            found |= {
-                item.optional_vars.id
-                for item in node.items
-                if isinstance(item.optional_vars, ast.Name)
-            }
+            found |= {_name(item.optional_vars) for item in node.items}
         elif isinstance(node, ast.Assign) and node.lineno <= line <= last:
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
+            found |= {_name(target) for target in node.targets}
+    return found - {""}
 
 
 def _set(scope: ast.AST) -> list[tuple[str, int, bool]]:

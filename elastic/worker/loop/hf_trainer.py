@@ -42,11 +42,11 @@ TAKEN = {
     "torch_compile", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
     "save_total_limit", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
     "report_to", "seed", "data_seed", "dataloader_num_workers", "remove_unused_columns",
-    "use_cache", "output_dir",
+    "use_cache", "output_dir", "per_device_eval_batch_size",
 }  # fmt: skip
 # what is said and shown, and how processes of its own would be run: the run does it its way
 NO_MATTER = {
-    "average_tokens_across_devices", "per_device_eval_batch_size", "prediction_loss_only",
+    "average_tokens_across_devices", "prediction_loss_only",
     "do_train", "do_eval", "do_predict", "logging_strategy", "logging_steps",
     "logging_first_step", "log_on_each_node", "logging_nan_inf_filter",
     "log_level", "log_level_replica", "disable_tqdm", "run_name", "project",
@@ -138,7 +138,7 @@ class PreparedTrainer:
             files=files_of(self.trainer.model, self.trainer.processing_class),
             **({} if scheduler is None else {"extra_state": {"scheduler": scheduler}}),
             **given,
-            **self._validation(losses),
+            **self._validation(losses, given["global_batch"]),
         )
         rates = LearningRates(self.trainer, optimizer)
         self._run = run = entered._entered(inspect.currentframe())
@@ -173,7 +173,7 @@ class PreparedTrainer:
         said = {key: given[key] for key in ("steps", "epochs") if isinstance(given.get(key), int)}
         return {**job_keys(args, given["global_batch"], len(rows), said=said), **given}
 
-    def _validation(self, losses: Losses) -> dict[str, Any]:
+    def _validation(self, losses: Losses, global_batch: int) -> dict[str, Any]:
         rows = self.trainer.eval_dataset
         if rows is None or "validation" in self.job:
             return {}
@@ -183,7 +183,14 @@ class PreparedTrainer:
             )
         rows = Collated(map_style(rows, "Trainer(eval_dataset=...)"), self.trainer)
         samples = {} if "eval_samples" in self.job else {"eval_samples": len(rows)}
-        return {"validation": rows, "evaluate": losses, **samples}
+        most = -(-global_batch // self.trainer.args.per_device_eval_batch_size)
+
+        def evaluate(model: Any, batch: Batch) -> Any:
+            # where this is tried, before the first batch, nobody knows of how many ranks
+            n = -(-most // vars(self._run).get("world_size", most))
+            return sum(losses(model, part) * weight for part, weight in parts_of(batch, n))
+
+        return {"validation": rows, "evaluate": evaluate, **samples}
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"

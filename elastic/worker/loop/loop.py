@@ -54,6 +54,7 @@ from elastic.worker.program.loop_program import (
     map_style,
     module_factory,
     no_loss,
+    numbers_of,
 )
 from elastic.worker.program.optimizers import by_name
 
@@ -458,7 +459,7 @@ class Run:
             self.given.check(self.model)
             self.model.check_trained()
         if not self.model.broken:
-            self.calls.note_settings(self.model.set_by_script())
+            self.calls.note_settings({**self.model.set_by_script(), **numbers_of(self.optimizer)})
         self._batch = None
         self.calls.begin(2 * self.step_index + 1)
         join_default_stream(self._loss_sum)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from elastic.config.masking import masked_text
+from elastic.data.progress import gets_on, heard_by
 from elastic.errors import ElasticError, Interrupted, ProgramError, SpecError
 from elastic.types import Job
 from elastic.user_frames import log_text, raised_at, user_traceback
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TrainFunction = Callable[[], Callable[[], None]]  # gives one, anew for each start
+# what comes before the loop may take this long, from its start or since it said that it makes
+# progress, before the worker says no more that it makes some
+BEFORE_MOST_S = 3600.0
 AFTER_MOST_S = 300.0  # what comes after the loop may take this long before the run is called done
 LOOK_S = 1.0
 RAY_TRAIN = re.compile(r"`(\w+)` cannot be used outside of a Ray Train training function")
@@ -77,6 +81,11 @@ NO_CALL = (
     "itself, with tensors, before what ends there"
 )
 DONE_ALREADY = "run.model and the batches are this rank's parts, on its device"
+MEMORY = (torch.OutOfMemoryError, MemoryError)
+WHOLE_MODEL = (
+    "it is before its first batch, and the whole model need not fit on one GPU: leave .to(device) "
+    "out, elastic.loop puts this rank's part of the model there"
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,8 @@ class ScriptSource:
             )
         if without_gpu.NO_GPU.search(str(error)):
             what = f"{what.splitlines()[0]}: {without_gpu.ADVICE}"
+        if isinstance(error, torch.OutOfMemoryError):
+            what = f"{what.partition(' Including ')[0]}: {WHOLE_MODEL}"
         return " ".join(f"{where}: {what}".split())
 
 
@@ -271,11 +282,24 @@ class Script:
         self.finished = False
         self._inside = False
         self._stop_told = False
+        self._before_loop = ExitStack()  # what ends where the script enters its loop
+        self._progress_s = time.monotonic()  # when it has said last that it makes some
 
     def start(self) -> LoopProgram:
-        """Returns when the script stands before its loop. Raises ProgramError where it never comes
-        there."""
+        """Returns when the script stands before its loop; makes progress until then. Raises
+        ProgramError where it never comes there."""
         threading.Thread(target=self._work, name="script", daemon=True).start()
+        late = False
+        while self.handoff.hear(LOOK_S) is None:
+            before, late = late, time.monotonic() > self._progress_s + BEFORE_MOST_S
+            if not late:
+                gets_on()
+            elif not before:
+                log.warning(
+                    "%s: what comes before its loop takes more than %.0f s",
+                    self.source.file,
+                    BEFORE_MOST_S,
+                )
         return self._stand().program
 
     # -------------------------------------------------------------------------- the script's thread
@@ -283,12 +307,16 @@ class Script:
     def entered(self, run: Run) -> Run:
         if self._inside:
             raise ProgramError("elastic.loop is entered a second time; a script has one loop")
+        self._before_loop.close()
         self._inside, self.run, run.handoff = True, run, self.handoff
         run.name = self.run_name
         if self.calls_file is not None:
             with suppress(OSError):  # a full disk: then only who waits can be asked
                 run.calls.keep_in(self.calls_file)
         return run
+
+    def _made_progress(self) -> None:
+        self._progress_s = time.monotonic()
 
     def _work(self) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -297,7 +325,8 @@ class Script:
         here.host = self
         while True:
             self._inside = False
-            word = self._once()
+            with heard_by(self._made_progress):
+                word = self._once()
             if self.run is not None:
                 self.run.model.module_numbers.hand_over()
                 if self.run.given is not None:
@@ -306,7 +335,9 @@ class Script:
 
     def _once(self) -> HandoffMessage:
         try:
-            self.source.run()
+            with self._before_loop:
+                self._before_loop.enter_context(without_gpu.unplaced())
+                self.source.run()
         except SystemExit as error:
             if error.code not in (None, 0):
                 return HandoffMessage("ended", error=self._why(_of_exit(error)))
@@ -320,12 +351,12 @@ class Script:
         return HandoffMessage("ended")
 
     def _why(self, error: BaseException) -> BaseException:
-        """A collective that aborted outside of run.model, and memory that gave out, stay what they
-        are. What the script makes of zeros, or of numbers that are not there, is no error of its
-        own."""
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-            self._inside and is_collective_error(error)
-        ):
+        """A collective that aborted outside of run.model, and memory that gave out over a batch,
+        stay what they are. What the script makes of zeros, or of numbers that are not there, is no
+        error of its own."""
+        has_a_batch = self._inside and "step_index" in vars(self.run)
+        full = isinstance(error, MEMORY) and has_a_batch
+        if full or self._inside and is_collective_error(error):
             return error.with_traceback(None)
         own = isinstance(error, Exception | SystemExit)
         if self._inside and self.run is not None and self.run.lost and own:

@@ -1,13 +1,14 @@
-"""A script that is written for GPUs, on a machine that has none: the driver runs it up to its loop
-on the head of a cluster, and `elastic plan` on any machine."""
+"""A script that is written for GPUs, up to its loop: on a machine that has none, as the driver runs
+it on the head of a cluster and `elastic plan` anywhere, and with a Trainer that would put the whole
+model on one."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -31,13 +32,20 @@ ADVICE = (
 )
 
 
+def answered() -> AbstractContextManager[None]:
+    """Within it transformers takes arguments for GPUs here too, as it will in the workers, and a
+    Trainer leaves its model in the memory of the host."""
+    return _replaced({} if torch.cuda.is_available() else ANSWERS)
+
+
+def unplaced() -> AbstractContextManager[None]:
+    """Within it a Trainer leaves its model in the memory of the host."""
+    return _replaced({})
+
+
 @contextmanager
-def answered() -> Iterator[None]:
-    """Within it transformers takes arguments for GPUs here too, as it will in the workers."""
-    if torch.cuda.is_available():
-        yield
-        return
-    finder = _Finder()
+def _replaced(answers: Mapping[str, object]) -> Iterator[None]:
+    finder = _Finder(answers)
     if loaded := sys.modules.get(ARGUMENTS):
         finder.answer(loaded)
     sys.meta_path.insert(0, finder)
@@ -45,22 +53,25 @@ def answered() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for module, own in finder.replaced:
+        for module, own, places in finder.replaced:
             vars(module).update(own)
+            module.TrainingArguments.place_model_on_device = places
 
 
 class _Finder(MetaPathFinder):
     """Finds the module of the arguments as it would be found, and replaces its questions once it
     has run."""
 
-    def __init__(self) -> None:
-        self.replaced: list[tuple[ModuleType, dict[str, object]]] = []
-        self._asks = False
+    def __init__(self, answers: Mapping[str, object]) -> None:
+        self.replaced: list[tuple[ModuleType, dict[str, object], object]] = []
+        self._answers, self._asks = answers, False
 
     def answer(self, module: ModuleType) -> None:
-        own = {name: vars(module)[name] for name in ANSWERS if name in vars(module)}
-        self.replaced.append((module, own))
-        vars(module).update((name, ANSWERS[name]) for name in own)
+        own = {name: vars(module)[name] for name in self._answers if name in vars(module)}
+        places = module.TrainingArguments.place_model_on_device
+        self.replaced.append((module, own, places))
+        vars(module).update((name, self._answers[name]) for name in own)
+        module.TrainingArguments.place_model_on_device = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -46,6 +46,13 @@ RULE = (
     "evaluate by validation= and evaluate= of elastic.loop"
 )
 
+OF_GROUP = ".param_groups["  # in the names of an optimizer's settings
+SAME_GROUPS = (
+    "every rank must step with the same; what sets it follows from run.step_index, or from an "
+    "object in extra_state: a counter of the script's own, as enumerate(run), begins anew in a "
+    "worker that comes later"
+)
+
 
 @dataclass(frozen=True)
 class PartCalls:
@@ -101,7 +108,8 @@ class CallLog:
         self._parts: list[_Part] = []
         self._mark = 0
         self._file: _CallFile | None = None
-        self.settings: Mapping[str, float] = {}  # that its script has set on modules of run.model
+        # numbers that its script has set on modules of run.model, and those of its optimizers
+        self.settings: Mapping[str, float] = {}
 
     def keep_in(self, path: Path) -> None:
         """From now on also there, where it outlives this process. Raises OSError."""
@@ -250,10 +258,14 @@ def difference(ranks: Mapping[int, Iterable[PartCalls]]) -> str:
 
 
 def other_settings(ranks: Sequence[Mapping[str, float]]) -> str:
-    """Which rank has set another mode or number on a module than rank 0; '' = none."""
+    """Which rank has set another mode or number on a module than rank 0, or has another learning
+    rate; '' = none."""
     for rank, mine in enumerate(ranks):
         for one, other, a, b in ((mine, ranks[0], rank, 0), (ranks[0], mine, 0, rank)):
             for name, value in one.items():
+                if other.get(name) != value and OF_GROUP in name:
+                    theirs = f"{other[name]:g}" if name in other else "none"
+                    return f"rank {a} has {name} = {value:g}, rank {b} has {theirs}: {SAME_GROUPS}"
                 if other.get(name) != value:
                     return (
                         f"rank {a} has set {name} = {value:g} in run.model, rank {b} has not: "

@@ -29,6 +29,7 @@ from elastic.data.streams import has_items
 from elastic.errors import ProgramError, SpecError
 from elastic.program import Program
 from elastic.types import OptimizerSpec
+from elastic.worker.process.call_log import OF_GROUP
 from elastic.worker.process.readback import Number
 from elastic.worker.program.calls import ModelCall
 from elastic.worker.program.optimizers import Optimizer, by_name
@@ -381,6 +382,27 @@ class Settings:
             self.each.values(), state.get("own") or [{}] * len(self.each), strict=True
         ):
             set_own(optimizer, own)
+
+
+def numbers_of(optimizer: Own) -> dict[str, float]:
+    """Learning rates and whatever else is a number among the optimizers' settings, by where it
+    stands, as far as it is in host memory; to six digits, since the mathematics of two kinds of
+    machines differ in the last ones."""
+    found = {}
+    for name, one in by_name(optimizer).items():
+        where = f"optimizer[{name!r}]" if name else "optimizer"
+        for i, group in enumerate(settings_of(one.param_groups)):
+            for key, value in group.items():
+                place = f"{where}{OF_GROUP}{i}][{key!r}]"
+                several = isinstance(value, list | tuple)
+                for k, number in enumerate(value if several else (value,)):
+                    if isinstance(number, torch.Tensor):
+                        plain = number.numel() == 1 and number.device.type == "cpu"
+                    else:
+                        plain = _is_number(number) or isinstance(number, np.number)
+                    if plain:
+                        found[f"{place}[{k}]" if several else place] = float(f"{float(number):.6g}")
+    return found
 
 
 # ----------------------------------------------------------------------------------------- the data

@@ -15,11 +15,12 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loss_fn, part = torch.nn.MSELoss(reduction="sum"), model.weight
 {before}
 {enter}
-    for x in run:
+    {loop}
         run.backward(loss_fn(run.model(x), x[:, :1]))
         run.step()
         {body}
 """
+EACH = "for x in run:"
 LOOP = (
     "elastic.loop(model=model, optimizer=optimizer, dataset=torch.ones(16, 4), steps=4, "
     "global_batch=4{})"
@@ -27,10 +28,12 @@ LOOP = (
 SCHEDULER = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)"
 
 
-def notes(folder: Path, *, before: str = "", body: str = "pass", extra: str = "") -> list[str]:
+def notes(
+    folder: Path, *, before: str = "", body: str = "pass", extra: str = "", loop: str = EACH
+) -> list[str]:
     file = folder / "train.py"
     enter = f"with {LOOP.format(extra)} as run:"
-    file.write_text(TEXT.format(before=before, body=body, enter=enter))
+    file.write_text(TEXT.format(before=before, body=body, enter=enter, loop=loop))
     return list(capture(file, [], 0).notes)
 
 
@@ -115,9 +118,41 @@ def test_an_average_of_the_weights_is_named(tmp_path: Path, before: str, body: s
 def test_what_each_epoch_begins_anew_is_not(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     enter = f"run = {LOOP.format('')}.start()\nfor epoch in run.epochs():\n    total = 0.0"
-    file.write_text(TEXT.format(before="seen = 0", body="total += 1; seen += 1", enter=enter))
+    body = "total += 1; seen += 1"
+    file.write_text(TEXT.format(before="seen = 0", body=body, enter=enter, loop=EACH))
     (said,) = capture(file, [], 0).notes
     assert "seen is carried" in said
+
+
+BAR = "def bar(of, **how): return of\nclass Own: pass\nself = Own(); n = 0"
+OF_ITSELF = f"self.run = {LOOP.format('')}.start(); run = self.run\nif True:"
+
+
+@pytest.mark.parametrize(
+    "loop", ["for x in bar(run):", "for x in bar(of=run):", "for _, x in enumerate(bar(run)):"]
+)
+def test_a_loop_through_a_bar_is_one_through_the_run(tmp_path: Path, loop: str) -> None:
+    (said,) = notes(tmp_path, before=BAR, body="n += 1", loop=loop)
+    assert ": n is carried from step to step: a worker" in said
+    assert notes(tmp_path, before=BAR, body="n = 1", loop=loop) == []
+
+
+def test_a_loop_through_an_attribute_is_one_through_the_run(tmp_path: Path) -> None:
+    file, loop = tmp_path / "train.py", "for x in self.run:"
+    file.write_text(TEXT.format(before=BAR, body="n += 1", enter=OF_ITSELF, loop=loop))
+    (said,) = capture(file, [], 0).notes
+    assert ": n is carried from step to step: a worker" in said
+
+
+@pytest.mark.parametrize(
+    "loop", ["for i, x in enumerate(run):", "for i, x in bar(enumerate(bar(run), 1)):"]
+)
+def test_what_enumerate_counts_is_named(tmp_path: Path, loop: str) -> None:
+    (said,) = notes(tmp_path, before=BAR, body="run.log({'i': 0.1 * i})", loop=loop)
+    assert said.startswith("train.py, line 10: i counts the batches of one process: a worker that")
+    assert said.endswith("begin with it anew; use run.step_index")
+    assert notes(tmp_path, before=BAR, body="for i in range(3): pass", loop=EACH) == []
+    assert notes(tmp_path, before=BAR, loop=loop) == [], "nothing reads it"
 
 
 TOKENS = """

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.loop_reference import train_script_alone
+from support.loop_reference import ScriptAtLoop, train_script_alone
+from support.reference import collate
 
 from elastic.data.order import sample_ids
 from elastic.errors import ProgramError, SpecError
@@ -108,6 +109,34 @@ def test_dropout_is_on_also_of_a_model_from_pretrained(tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(text + PREPARED.format(BATCH))
         found[name] = train_script_alone(tmp_path / "train.py", [], SEED, 2)
     assert found["loaded"] == found["new"] and found["loaded"] != pytest.approx(found["none"])
+
+
+def test_a_validation_passes_no_more_rows_at_once_than_the_arguments_say(tmp_path: Path) -> None:
+    found = {}
+    for size, world_size in ((12, 1), (2, 1), (2, 2)):
+        given = arguments(tmp_path, per_device_eval_batch_size=size)
+        text = SCRIPT.format(model=OF_A_MODEL["causal"], arguments=given)
+        (tmp_path / "train.py").write_text(
+            f"{text}trainer.eval_dataset = rows\n{PREPARED.format(12)}"
+        )
+        assert capture(tmp_path / "train.py", [], SEED).evaluation is not None, "it is tried"
+        at_loop = ScriptAtLoop.of(tmp_path / "train.py", [], SEED, STEPS)
+        at_loop.begin()
+        program, model, run, n_rows = at_loop.program, at_loop.state.model, at_loop.script.run, []
+        assert program.validation is not None and program.evaluation is not None
+        assert run is not None
+        run.world_size = world_size  # of whose rows each has a share
+        model.register_forward_pre_hook(
+            lambda _, args, given, seen=n_rows: seen.append(len(given["input_ids"])),
+            with_kwargs=True,
+        )
+        shares = torch.arange(12).chunk(world_size)
+        batches = [collate(program.validation(), share.tolist()) for share in shares]
+        with torch.no_grad():
+            value = sum(float(program.evaluation(model, batch)) for batch in batches)
+        assert set(n_rows) == {size} and len(n_rows) == 12 // size
+        found[size, world_size] = value
+    assert found[2, 1] == pytest.approx(found[12, 1]) == found[2, 2]
 
 
 @pytest.fixture

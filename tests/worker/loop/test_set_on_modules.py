@@ -3,17 +3,23 @@ and every rank has the same."""
 
 from __future__ import annotations
 
+import re
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support.worker.loop_case import losses_agree_when_resized
+from support.worker.loop_case import loop_job, losses_agree_when_resized
+from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import ProgramError
+from elastic.types import Layout, StepDone, WorkerFailed
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run
 from elastic.worker.loop.loop_model import LoopModel
@@ -132,6 +138,34 @@ def test_a_rank_that_sets_others_is_named() -> None:
     assert not other_settings([odd, odd])
 
 
+def stepped(rate: Any, betas: Any = (0.9, 0.95)) -> tuple[int, dict[str, float]]:
+    """The mark of a step, and what is said of it where another rank has another one."""
+    program = LoopProgram(nn.Identity, None, None, no_loss, given=lambda batch: batch["x"])
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=True)
+    settings = Settings(optimizer)
+    run = Run(program, {"all": optimizer})
+    run.handoff = Validating(module, settings)
+    settings.modules = run.model.module_numbers
+    run.model.attach(module)
+    run.backward(run.model(next(run)).sum())
+    optimizer.param_groups[0].update(lr=rate, betas=betas)
+    run.step()
+    return run.calls.take_mark(), dict(run.calls.settings)
+
+
+def test_a_rank_with_another_learning_rate_is_named() -> None:
+    mark, settings = stepped(0.05)
+    for same in (torch.tensor(0.05), np.float32(0.05), 0.05 * (1 + 1e-12)):
+        assert stepped(same, [0.9, 0.95]) == (mark, settings), "as it is once it has travelled"
+    other_mark, other = stepped(0.1)
+    assert other_mark != mark and other_settings([settings, settings]) == ""
+    found = other_settings([settings, settings, other])
+    lr = "optimizer['all'].param_groups[0]['lr']"
+    assert found.startswith(f"rank 2 has {lr} = 0.1, rank 0 has 0.05: every rank must step with")
+    assert stepped(0.05, (0.9, 0.99))[0] != mark
+
+
 class Rows(nn.Module):
     """Notes how many it was called with; its block is computed again in backward."""
 
@@ -167,8 +201,9 @@ class Validating(Handoff):
 
 def test_what_a_validation_and_backward_change_is_not_set_by_the_script() -> None:
     program = LoopProgram(nn.Identity, None, None, no_loss, given=lambda batch: batch["x"])
-    run, module = Run(program, None), Rows()  # type: ignore[arg-type]
-    settings = Settings(torch.optim.SGD(module.parameters(), lr=0.1))
+    module = Rows()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    run, settings = Run(program, optimizer), Settings(optimizer)
     settings.modules = run.model.module_numbers
     run.handoff = answers = Validating(module, settings)
     run.model.attach(module)
@@ -187,3 +222,20 @@ def test_losses_are_those_of_one_process_with_a_worker_that_never_came_to_the_li
     pool: Pool, tmp_path: Path
 ) -> None:
     losses_agree_when_resized(pool, tmp_path, "loop_set_inside.py", at_step=4)
+
+
+@pytest.mark.e2e
+def test_a_worker_that_counts_from_its_own_first_batch_is_named(pool: Pool, tmp_path: Path) -> None:
+    """It has joined after some steps; nothing is stepped with two learning rates."""
+    workers = pool.open(loop_job("loop_enumerated.py", steps=40), tmp_path)
+    one = plan(1, Layout(dp_replicate=2), workers, 12, n_blocks=0)
+    pool.enter(one)
+    pool.wait(lambda: any(e.step >= 3 for e in pool.events(StepDone)), "step 3")
+    pool.enter(plan(2, Layout(dp_replicate=3), workers, 12, resume=live(one), n_blocks=0))
+    failed, done = partial(pool.events, WorkerFailed, 2), partial(pool.events, StepDone, 2)
+    pool.wait(lambda: len(failed()) == 3 or done(), "failure")
+    assert not done()
+    (said,) = {e.error for e in failed()}
+    lr = re.escape("optimizer.param_groups[0]['lr']")
+    found = re.search(rf": rank 2 has {lr} = 0.01, rank 0 has (0.0\d+): every rank", said)
+    assert found and float(found[1]) < 0.005, said
