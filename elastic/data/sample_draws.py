@@ -41,7 +41,6 @@ class SampleDraws:
         self.seed, self.instead = seed, instead
         self._known: dict[int, tuple[Any, bool]] = {}  # by the identity of the dataset
         self._for_nothing = 0
-        self._still = 0  # items of a stream in a row that have drawn nothing
 
     def item(
         self, dataset: Any, sample: int, length: int | None = None, *, step: int = ALWAYS
@@ -79,21 +78,11 @@ class SampleDraws:
         self._known[id(dataset)] = (dataset, True)
         return again
 
-    @contextmanager
-    def of_stream(self, position: int, anew: bool) -> Iterator[None]:
+    def of_stream(self, position: int) -> AbstractContextManager[Any]:
         """Around the reading of a stream's item: what it draws is keyed by its position, so that
-        every rank reads the same. Not behind TRIED items in a row that draw nothing, until the
-        stream begins `anew`, where it may draw an order."""
-        self._still = 0 if anew else self._still
-        if self._still >= TRIED:
-            yield
-            return
-        alone = self.instead is None
-        with self._keyed(ALWAYS, position) as drawn:
-            before = generators(in_torch=alone)
-            yield
-            drew = bool(drawn) or generators(in_torch=alone) != before
-        self._still = 0 if drew else self._still + 1
+        every rank reads the same. Always: a stream is read but once, so that nobody can look
+        whether it draws."""
+        return self._keyed(ALWAYS, position)
 
     def draws(self, dataset: Any) -> bool:
         """Do samples of it draw from the generators that `random`, numpy and torch share? Of some
