@@ -25,7 +25,7 @@ from elastic.program import drawing, generators
 
 ALWAYS = -1  # the step of samples that are the same at each reading: of a validation, a probe
 TRIED, MOST_S = 64, 1.0  # samples that are read to see whether any draws, and seconds
-FOR_NOTHING = 8  # batches that are read again since another thread has drawn
+FOR_NOTHING = 8  # batches that are read again since another thread has drawn; then all are keyed
 
 # by a key: another generator of torch meanwhile, for this thread; names of what is drawn are added
 Instead = Callable[[int, list[str]], AbstractContextManager[Any]]
@@ -58,7 +58,7 @@ class SampleDraws:
         """As `batch_of` gives it, of samples that are read for the step after `step` others. Where
         one of them draws though none of those did that were tried, it is read again, keyed, and so
         is what follows. Raises Unread."""
-        if self.draws(dataset) or self._for_nothing >= FOR_NOTHING:
+        if self.draws(dataset):
             return batch_of(partial(self.item, dataset, step=step), part, collate)
         before = generators()
         found = batch_of(partial(item_of, dataset), part, collate)
@@ -72,11 +72,10 @@ class SampleDraws:
             return item
 
         again = batch_of(read, part, collate)
-        if not any(drew):
-            self._for_nothing += 1  # it was the training thread
-            return found
-        self._known[id(dataset)] = (dataset, True)
-        return again
+        self._for_nothing += not any(drew)  # it was the training thread
+        if any(drew) or self._for_nothing >= FOR_NOTHING:
+            self._known[id(dataset)] = (dataset, True)
+        return again if any(drew) else found
 
     def of_stream(self, position: int) -> AbstractContextManager[Any]:
         """Around the reading of a stream's item: what it draws is keyed by its position, so that
