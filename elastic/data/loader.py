@@ -38,8 +38,8 @@ class Loader:
     see SampleDraws; None = what is read as it comes, a stream. parts_of_step: step ->
     the micro-batches that this rank reads in it, each of which becomes a batch (without ids:
     tensors of length 0). finish: what a batch is made into, in the thread that reads it (pinned,
-    for a GPU). What the dataset raises comes out of `take` as ProgramError with the sample id, the
-    end of a loader process as LoaderLost. `take` and `restart` belong to one thread; `close` may
+    for a GPU). What the dataset raises comes out of `take` with the sample id: as ProgramError, as
+    what its storage raised, or as DataUnread. The end of a loader process: LoaderLost. `take` and `restart` belong to one thread; `close` may
     come from any, and frees a `take` that waits.
     """
 
@@ -173,13 +173,14 @@ class Loader:
             ]
         except LoaderLost as error:
             return LoaderLost(f"{error} (step {step})")
-        except Unread as error:
-            named = error.at(step)
-            named.__cause__ = error.__cause__
-            return named
         except Exception as error:  # noqa: BLE001 - a boundary: `take` raises it
-            named = Unread(None, f"{type(error).__name__}: {error}").at(step)
-            named.__cause__ = error
+            unread, cause = (
+                (error, error.__cause__)
+                if isinstance(error, Unread)
+                else (Unread.of(None, error), error)
+            )
+            named = unread.at(step)
+            named.__cause__ = cause
             return named
 
 

@@ -133,6 +133,10 @@ class Gates:
     # alone holds its step and no limit is reached; else for a minute, or three times what those
     # before took
     awaits_stop: bool = False
+    # storage that does not answer who reads data, or a checkpoint, is waited for as long as that
+    # lasts, one that refuses for `orphan_lease_s`, and what one node alone cannot read is held
+    # against it; else each of these ends the run behind a few attempts
+    awaits_data: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))
