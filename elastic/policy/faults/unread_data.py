@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from math import inf
 
-from elastic.policy.state.breaks import Unread
+from elastic.policy.state.breaks import ReadFailures
 from elastic.policy.state.state import State
 from elastic.types import WorkerFailed
 from elastic.types.replacing import replace
@@ -44,7 +44,7 @@ def to_blame(state: State, node_id: str) -> bool:
 
 def told(state: State, event: WorkerFailed, at_s: float) -> State:
     """Its generation breaks off for that, and not for its program."""
-    known = state.unread.get(event.kind, Unread(at_s))
+    known = state.unread.get(event.kind, ReadFailures(at_s))
     place = (event.generation, event.worker.node_id)
     places = known.places if place in known.places else (*known.places, place)[-NODE_MOST:]
     found = replace(known, at_s=at_s, places=places)

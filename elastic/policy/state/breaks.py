@@ -16,7 +16,7 @@ class Break:
 
 
 @dataclass(frozen=True)
-class Unread:
+class ReadFailures:
     """What could not be read for no fault of the program, without progress since. `since_s`, `at_s`:
     when that was told first and last; `places`: the newest generations and nodes that told it."""
 
