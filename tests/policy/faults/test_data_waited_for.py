@@ -11,7 +11,9 @@ from support.policy.story import Story, orders, plan_of
 from elastic.policy.faults.unread_data import NODE_MOST
 from elastic.types import Abort, Decision, EnterPlan, Plan, Quarantine, Stop, WorkerFailed, WorkerId
 
-AWAY = "the dataset failed at sample 7 of step 6: s3://b/k: no whole answer (asked 10 times in 120 s)"
+AWAY = (
+    "the dataset failed at sample 7 of step 6: s3://b/k: no whole answer (asked 10 times in 120 s)"
+)
 EIO = "the dataset failed at sample 7 of step 6: OSError: [Errno 5] Input/output error"
 
 
