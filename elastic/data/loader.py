@@ -40,8 +40,9 @@ class Loader:
     the micro-batches that this rank reads in it, each of which becomes a batch (without ids:
     tensors of length 0). finish: what a batch is made into, in the thread that reads it (pinned,
     for a GPU). What the dataset raises comes out of `take` with the sample id: as ProgramError, as
-    what its storage raised, or as DataUnread. The end of a loader process: LoaderLost. `take` and `restart` belong to one thread; `close` may
-    come from any, and frees a `take` that waits, as an abort frees who waits in a collective.
+    what its storage raised, or as DataUnread. The end of a loader process: LoaderLost. `take` and
+    `restart` belong to one thread; `close` may come from any, and frees a `take` that waits, as an
+    abort frees who waits in a collective.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic.policy.faults import refused_layouts, unread_data, unreached
+from elastic.policy.faults import refused_layouts, unreached, unread_data
 from elastic.policy.state.layered import less
 from elastic.policy.state.state import Failure, State
 from elastic.text import gib

@@ -4,7 +4,7 @@ infrastructure."""
 from __future__ import annotations
 
 from elastic.policy.copies.retention import tried_until_s
-from elastic.policy.faults import unread_data, unreached
+from elastic.policy.faults import unreached, unread_data
 from elastic.policy.faults.recurring_breaks import stood
 from elastic.policy.faults.refused_layouts import unusable_layouts
 from elastic.policy.state.state import State

@@ -17,8 +17,8 @@ class Break:
 
 @dataclass(frozen=True)
 class ReadFailures:
-    """What could not be read for no fault of the program, without progress since. `since_s`, `at_s`:
-    when that was told first and last; `places`: the newest generations and nodes that told it."""
+    """Of what could not be read for no fault of the program, without progress since. `since_s`,
+    `at_s`: when that was told first and last; `places`: the newest generations and nodes."""
 
     since_s: float
     at_s: float = 0.0

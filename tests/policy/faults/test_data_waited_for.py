@@ -29,7 +29,7 @@ def unread(plan: Plan, kind: str, node: str = "a") -> WorkerFailed:
 
 
 def leave(made: Story, plan: Plan) -> Decision:
-    """All but senders, with what they hold."""
+    """All of them, with what they hold."""
     step = made.state.step
     held = {w.node_id: [(rank, step, "live")] for rank, w in enumerate(plan.ranks)}
     return made.quiesced(plan, held)
@@ -65,7 +65,7 @@ def test_storage_that_is_away_is_waited_for_by_a_run_that_has_begun(
 ) -> None:
     made, _ = story("a", "b", steps=steps, awaits_data=flag)
     last = Decision()
-    for n in range(40):
+    for _ in range(40):
         last = attempt(made, kind)
         if orders(last, Stop):
             break
