@@ -13,6 +13,8 @@
     ├── CloudFailed      a cloud's API does not answer, or did not do what it was asked
     ├── InfeasiblePlan   no layout fits the nodes or their memory
     ├── NoCapacity       no pool can give what the job needs
+    ├── DataUnread       a node's disk or network did not give the data; read again, there or on
+                         another node (also an OSError)
     ├── StateLost        no copy of some part of the training state is left
     ├── PeerGarbled      a rank has sent what no rank sends; the ranks meet anew (also a
                          ConnectionError)
@@ -104,6 +106,11 @@ class Interrupted(SystemExit):
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # of a file system: settings, which asking again does not change
 REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS)
+# of a dataset: its own, of what it asks for, which no other node would be given either
+OF_DATASETS = (
+    errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.EINVAL, errno.EBADF, errno.EMFILE, errno.ENAMETOOLONG,
+)  # fmt: skip
 
 
 def unwritten(trouble: BaseException, text: str) -> ElasticError:
@@ -130,6 +137,11 @@ class NoCapacity(ElasticError):
 
 class StateLost(ElasticError):
     """Some part of the training state has no holder left, neither in memory nor in storage."""
+
+
+class DataUnread(ElasticError, OSError):
+    """The disk or the network of a node did not give what the dataset reads: to be read again,
+    there or on another node."""
 
 
 class PeerGarbled(ElasticError, ConnectionError):

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from elastic.data.budget import Microbatch
-from elastic.errors import ElasticError, ProgramError
+from elastic.errors import (
+    OF_DATASETS,
+    DataUnread,
+    ElasticError,
+    ProgramError,
+    StorageFailed,
+    StorageRefused,
+)
 from elastic.text import n_of
 
 NO_TARGET = -100
@@ -139,24 +146,36 @@ def _longer(key: str, value: Any, length: int) -> Any:
 
 
 class Unread(Exception):
-    """`sample` (None: all of them together) could not be read, and why."""
+    """`sample` (None: all of them together) could not be read, and why. `kind`: what it means to
+    the run."""
 
-    def __init__(self, sample: int | None, text: str) -> None:
-        super().__init__(sample, text)
-        self.sample, self.text = sample, text
+    def __init__(
+        self, sample: int | None, text: str, kind: type[ElasticError] = ProgramError
+    ) -> None:
+        super().__init__(sample, text, kind)
+        self.sample, self.text, self.kind = sample, text, kind
 
     @classmethod
     def of(cls, sample: int | None, error: Exception) -> Unread:
         text = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
-        return cls(sample, text)
+        return cls(sample, text, _kind_of(error))
 
-    def at(self, step: int) -> ProgramError:
+    def at(self, step: int) -> ElasticError:
         where = (
             f"sample {self.sample} of step {step}"
             if self.sample is not None
             else f"the batch of step {step}"
         )
-        return ProgramError(f"the dataset failed at {where}: {self.text}")
+        return self.kind(f"the dataset failed at {where}: {self.text}")
+
+
+def _kind_of(error: Exception) -> type[ElasticError]:
+    """Storage, and what a system call reports of the node, are no fault of the program. Errors
+    without a number are of libraries, which have read what they cannot use: a damaged picture."""
+    if isinstance(error, StorageFailed | StorageRefused):
+        return type(error)
+    of_node = isinstance(error, OSError) and error.errno not in (None, *OF_DATASETS)
+    return DataUnread if of_node else ProgramError
 
 
 def few_samples(n_samples: int, global_batch: int) -> str:

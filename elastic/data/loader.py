@@ -14,8 +14,9 @@ from elastic.data.budget import Microbatch
 from elastic.data.collate import Batch, collate, tensor_of
 from elastic.data.loader_processes import LoaderLost, Reader, Readers
 from elastic.data.sample_draws import SampleDraws
-from elastic.errors import InternalError
 from elastic.types import Job
+
+CLOSE_MOST_S = 4.0  # less than a generation that is aborted has to leave
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Loader:
     see SampleDraws; None = what is read as it comes, a stream. parts_of_step: step ->
     the micro-batches that this rank reads in it, each of which becomes a batch (without ids:
     tensors of length 0). finish: what a batch is made into, in the thread that reads it (pinned,
-    for a GPU). What the dataset raises comes out of `take` as ProgramError with the sample id, the
-    end of a loader process as LoaderLost. `take` and `restart` belong to one thread; `close` may
-    come from any, and frees a `take` that waits.
+    for a GPU). What the dataset raises comes out of `take` with the sample id: as ProgramError, as
+    what its storage raised, or as DataUnread. The end of a loader process: LoaderLost. `take` and
+    `restart` belong to one thread; `close` may come from any, and frees a `take` that waits, as an
+    abort frees who waits in a collective.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Loader:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or step in self._ready)
             if self._closed:
-                raise InternalError(f"the loader was closed while step {step} was waited for")
+                raise ConnectionAbortedError(f"the loader was closed, step {step} was waited for")
             found = self._ready[step]
             if isinstance(found, Exception):
                 raise found
@@ -116,7 +118,7 @@ class Loader:
             self._round += 1
             self._changed.notify_all()
 
-    def close(self, timeout_s: float = 5.0) -> bool:
+    def close(self, timeout_s: float = CLOSE_MOST_S) -> bool:
         """Ends the threads; False when the dataset has not come back within `timeout_s` (they end
         when it does)."""
         with self._changed:
@@ -173,13 +175,14 @@ class Loader:
             ]
         except LoaderLost as error:
             return LoaderLost(f"{error} (step {step})")
-        except Unread as error:
-            named = error.at(step)
-            named.__cause__ = error.__cause__
-            return named
         except Exception as error:  # noqa: BLE001 - a boundary: `take` raises it
-            named = Unread(None, f"{type(error).__name__}: {error}").at(step)
-            named.__cause__ = error
+            unread, cause = (
+                (error, error.__cause__)
+                if isinstance(error, Unread)
+                else (Unread.of(None, error), error)
+            )
+            named = unread.at(step)
+            named.__cause__ = cause
             return named
 
 

@@ -29,6 +29,7 @@ from elastic.data import sample_draws
 from elastic.data.batches import Unread, collated, stack_arrays
 from elastic.data.budget import Microbatch
 from elastic.data.sample_draws import SampleDraws
+from elastic.errors import ProgramError
 from elastic.types import Job
 
 GOODBYE_S = 2.0
@@ -243,19 +244,20 @@ def _collate(items: list[Any]) -> dict[str, Any]:
 
 def _serve(pipe: Connection, opened: Callable[[Job], Any] = _dataset) -> None:
     job = pickle.loads(pipe.recv_bytes())
-    dataset, problem, draws = None, Unread(None, ""), SampleDraws(job.seed)
-    try:
-        dataset = opened(job)
-    except Exception as error:  # noqa: BLE001 - a boundary: the answer to whatever is asked for
-        problem = Unread.of(None, error)
+    dataset, problem, draws = None, None, SampleDraws(job.seed)
     while True:
+        if dataset is None and (problem is None or problem.kind is not ProgramError):
+            try:
+                dataset = opened(job)
+            except Exception as error:  # noqa: BLE001 - a boundary: what is asked for next is told
+                problem = Unread.of(None, error)
         parts, step = pickle.loads(pipe.recv_bytes())
         answer: Any = problem
         if dataset is not None:
             try:
                 answer = [draws.batch(dataset, part, _collate, step=step) for part in parts]
             except Unread as error:
-                answer = Unread(error.sample, error.text)
+                answer = Unread(error.sample, error.text, error.kind)
         pipe.send_bytes(pickle.dumps(answer, 5))
 
 

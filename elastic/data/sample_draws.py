@@ -25,7 +25,7 @@ from elastic.program import drawing, generators
 
 ALWAYS = -1  # the step of samples that are the same at each reading: of a validation, a probe
 TRIED, MOST_S = 64, 1.0  # samples that are read to see whether any draws, and seconds
-FOR_NOTHING = 8  # batches that are read again since another thread has drawn
+FOR_NOTHING = 8  # batches that are read again since another thread has drawn; then all are keyed
 
 # by a key: another generator of torch meanwhile, for this thread; names of what is drawn are added
 Instead = Callable[[int, list[str]], AbstractContextManager[Any]]
@@ -41,7 +41,6 @@ class SampleDraws:
         self.seed, self.instead = seed, instead
         self._known: dict[int, tuple[Any, bool]] = {}  # by the identity of the dataset
         self._for_nothing = 0
-        self._still = 0  # items of a stream in a row that have drawn nothing
 
     def item(
         self, dataset: Any, sample: int, length: int | None = None, *, step: int = ALWAYS
@@ -59,7 +58,7 @@ class SampleDraws:
         """As `batch_of` gives it, of samples that are read for the step after `step` others. Where
         one of them draws though none of those did that were tried, it is read again, keyed, and so
         is what follows. Raises Unread."""
-        if self.draws(dataset) or self._for_nothing >= FOR_NOTHING:
+        if self.draws(dataset):
             return batch_of(partial(self.item, dataset, step=step), part, collate)
         before = generators()
         found = batch_of(partial(item_of, dataset), part, collate)
@@ -73,27 +72,16 @@ class SampleDraws:
             return item
 
         again = batch_of(read, part, collate)
-        if not any(drew):
-            self._for_nothing += 1  # it was the training thread
-            return found
-        self._known[id(dataset)] = (dataset, True)
-        return again
+        self._for_nothing += not any(drew)  # it was the training thread
+        if any(drew) or self._for_nothing >= FOR_NOTHING:
+            self._known[id(dataset)] = (dataset, True)
+        return again if any(drew) else found
 
-    @contextmanager
-    def of_stream(self, position: int, anew: bool) -> Iterator[None]:
+    def of_stream(self, position: int) -> AbstractContextManager[Any]:
         """Around the reading of a stream's item: what it draws is keyed by its position, so that
-        every rank reads the same. Not behind TRIED items in a row that draw nothing, until the
-        stream begins `anew`, where it may draw an order."""
-        self._still = 0 if anew else self._still
-        if self._still >= TRIED:
-            yield
-            return
-        alone = self.instead is None
-        with self._keyed(ALWAYS, position) as drawn:
-            before = generators(in_torch=alone)
-            yield
-            drew = bool(drawn) or generators(in_torch=alone) != before
-        self._still = 0 if drew else self._still + 1
+        every rank reads the same. Always: a stream is read but once, so that nobody can look
+        whether it draws."""
+        return self._keyed(ALWAYS, position)
 
     def draws(self, dataset: Any) -> bool:
         """Do samples of it draw from the generators that `random`, numpy and torch share? Of some

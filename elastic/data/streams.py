@@ -111,16 +111,14 @@ class Stream:
 
     The training thread calls `taken`, `state_dict` and `load_state_dict`, another one reads,
     through `reader()`: loading a state waits for the item that is being read, and cuts off whoever
-    reads for an older generation. `keyed`: around the reading of the item at a position, which may
-    begin `anew`.
+    reads for an older generation. `keyed`: around the reading of the item at a position.
     """
 
     def __init__(self, source: Any, global_batch: int) -> None:
         library = type(source).__module__.partition(".")[0]
         self.source = FromTheStart(source) if library == "datasets" else source
         self.global_batch = global_batch
-        self.keyed: Callable[[int, bool], AbstractContextManager[None]]
-        self.keyed = lambda position, anew: nullcontext()
+        self.keyed: Callable[[int], AbstractContextManager[Any]] = lambda position: nullcontext()
         self._lock = threading.Lock()
         self._items: Any = None
         self._first: Any = None
@@ -194,7 +192,7 @@ class Stream:
         return item
 
     def _given(self, *, anew: bool) -> Any:
-        with self.keyed(self._at, anew):
+        with self.keyed(self._at):
             self._items = iter(self.source) if anew else self._items
             return next(self._items, END)
 

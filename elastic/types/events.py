@@ -344,7 +344,9 @@ class WorkerFailed(Event):
     critical Xid), in `step` (0 = in no step); the process still serves what it has in host memory.
     program with `do` = retry: a device-side assert in `step`, after which the process cannot use
     its GPU either. mismatch: the ranks have made collectives that do not match, each in the belief
-    that the others make the same. `frames`: of an error of the user's code, from its traceback.
+    that the others make the same. storage, refused: what is read, data or a checkpoint, lies in
+    storage that does not answer, or says no; unread: the disk or the network of the worker's node
+    did not give its data. `frames`: of an error of the user's code, from its traceback.
     """
 
     worker: WorkerId

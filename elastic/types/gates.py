@@ -137,6 +137,10 @@ class Gates:
     # a node that was to be left, holds nothing of the state and is taken in by a plan is not
     # released by the same decision, else it is
     keeps_taken: bool = False
+    # storage that does not answer who reads data, or a checkpoint, is waited for as long as that
+    # lasts, one that refuses for `orphan_lease_s`, and what one node alone cannot read is held
+    # against it; else each of these ends the run behind a few attempts
+    awaits_data: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

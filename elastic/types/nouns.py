@@ -32,6 +32,9 @@ FailureKind = Literal[
     "layout",
     "device",
     "mismatch",
+    "storage",
+    "refused",
+    "unread",
 ]
 Outcome = Literal["succeeded", "failed", "stopped"]
 

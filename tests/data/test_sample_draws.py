@@ -116,21 +116,29 @@ def test_a_few_samples_that_draw_are_met_in_their_batch(
 def test_what_the_training_thread_draws_is_none_of_the_dataset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows, draws = Rows(None), SampleDraws(7, from_another)
-    real, n_read = Rows.__getitem__, []
+    """Where it draws again and again while samples are read, they are keyed, and not read twice
+    any more: what draws later is the same in both processes."""
+    rows, n_read = Few(WAYS["rand"]), []
+    real = Few.__getitem__
 
-    def beside(self: Rows, sample: int) -> dict[str, Any]:
+    def beside(self: Few, sample: int) -> dict[str, Any]:
         n_read.append(sample)
         thread = threading.Thread(target=torch.rand, args=(1,))
         thread.start()
         thread.join()
         return real(self, sample)
 
-    assert not draws.draws(rows)
-    monkeypatch.setattr(Rows, "__getitem__", beside)
-    for _ in range(FOR_NOTHING + 2):
-        draws.batch(rows, Microbatch((5,)), collate, step=3)
-    assert not draws.draws(rows) and len(n_read) == 2 * FOR_NOTHING + 2
+    monkeypatch.setattr("elastic.data.sample_draws.TRIED", 0)
+    monkeypatch.setattr(Few, "draws_at", frozenset({7}))
+    one, other = SampleDraws(7, from_another), SampleDraws(7, from_another)
+    assert not one.draws(rows)
+    with monkeypatch.context() as disturbed:
+        disturbed.setattr(Few, "__getitem__", beside)
+        for _ in range(FOR_NOTHING + 2):
+            one.batch(rows, Microbatch((5,)), collate, step=3)
+    assert len(n_read) == 2 * FOR_NOTHING + 2
+    found = [draws.batch(rows, Microbatch((7,)), collate, step=4) for draws in (one, other)]
+    assert torch.equal(found[0]["drawn"], found[1]["drawn"])
 
 
 def test_a_sample_that_cannot_be_read_says_so_where_it_is_wanted() -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from elastic.data import sample_draws
 from elastic.data.budget import Microbatch
 from elastic.data.loader import Loader
 from elastic.data.open_datasets import dataset_of, validation_of
@@ -225,19 +224,17 @@ def test_what_a_stream_draws_is_the_same_on_every_rank(draw: Callable[[], Any]) 
     assert sorted(xs[:11]) == sorted(xs[11:]) == [*range(11)] and xs[:11] != xs[11:]
 
 
-def test_a_stream_that_draws_nothing_is_not_keyed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    keyed: list[int] = []
-
-    class Noted(SampleDraws):
-        def _keyed(self, step: int, sample: int) -> Any:
-            keyed.append(sample)
-            return super()._keyed(step, sample)
-
-    monkeypatch.setattr(sample_draws, "TRIED", 3)
-    stream = Stream(Letters(), BATCH)
-    stream.keyed = Noted(7, from_another).of_stream
-    assert [stream[position]["x"] for position in range(16)] == [i % 11 for i in range(16)]
-    assert keyed == [0, 1, 2, 11, 12, 13], "a stream may draw where it begins anew"
+def test_what_a_stream_draws_late_is_the_same_on_every_rank() -> None:
+    """However many of its items have drawn nothing."""
+    found = []
+    for rank in range(2):
+        source = Drawn(lambda: random.random() if source.at > 200 else 0.0)  # noqa: B023
+        source.n = 300
+        stream = Stream(source, BATCH)
+        stream.keyed = SampleDraws(7, from_another).of_stream
+        random.seed(rank)
+        found.append([stream[position]["drawn"] for position in range(300)])
+    assert found[0] == found[1] and not any(found[0][:200]) and all(found[0][200:])
 
 
 def test_what_cannot_be() -> None:

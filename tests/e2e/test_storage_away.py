@@ -19,7 +19,7 @@ from support.waiting import until
 from elastic.ledger.journal import read
 from elastic.ledger.lease import Times
 from elastic.storage.s3 import S3Storage
-from elastic.types import NodePrepared, PlanEntered, StepDone
+from elastic.types import NodePrepared, PlanEntered, StepDone, WorkerFailed
 
 AWAY_S, THROTTLED_S = 20.0, 10.0
 STEPS = 150
@@ -118,3 +118,37 @@ def test_ten_seconds_of_throttling_are_weather(
     assert [event.generation for _, event in events(journal, PlanEntered)] == [1]
     code, out, err = shell.here("checkpoint", "verify", f"{s3.uri}/slow", "--json")
     assert code == 0 and STEPS in {item["step"] for item in json.loads(out)}, err
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_data_whose_storage_throttles_is_waited_for(
+    shell: Shell, s3: S3Storage, proxy: FaultyProxy, loader_workers: int
+) -> None:
+    """Beyond what one request is retried: the run has its state in memory all the while."""
+    s3.put("rows", b"x" * 512)
+    shell.environment["ELASTIC_TEST_ROWS"] = s3.uri
+    more = {"program": str(PROGRAMS / "tiny_stored.py"), "data": {"loader_workers": loader_workers}}
+    name = shell.job(steps=60, durable_every=20, peer_every=4, **more)
+    journal = shell.root / "elastic_runs" / "data" / "journal.jsonl"
+    process = shell.start("run", name, "--run-name", "data", "--json")
+    try:
+        until(lambda: step(journal) >= 10, what="the first steps")
+        proxy.faults.append(slow_down("rows", 1 << 30))
+        failed = "two generations that could not read"
+        until(
+            lambda: len({e.generation for _, e in events(journal, WorkerFailed)}) > 1, what=failed
+        )
+        assert process.poll() is None, process.communicate()
+        proxy.faults.clear()
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, (out, err)
+    found = last_line(out)
+    assert (found["outcome"], found["steps"], found["samples_exact"]) == ("succeeded", 60, True)
+    told = [event for _, event in events(journal, WorkerFailed) if event.kind != "collective"]
+    assert {event.kind for event in told} == {"storage"}
+    assert any("the dataset failed at sample " in event.error for event in told), told
+    resumed = [plan for plan in found["transitions"] if plan["generation"] > 1]
+    assert resumed and {plan["source"] for plan in resumed} <= {"live", "peer"}, resumed
+    assert all(plan["steps_lost"] == 0 for plan in resumed) and "Traceback" not in err

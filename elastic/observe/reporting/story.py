@@ -42,6 +42,9 @@ FAILURES = {
     "not_finite": "the loss was no number any more",
     "guard": "a guard of the job tripped",
     "device": "a GPU failed",
+    "storage": "storage did not answer",
+    "refused": "storage refused to be read",
+    "unread": "a node could not read the data",
 }
 SOURCES = {
     "live": "with everything kept in memory",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elastic.policy.faults import refused_layouts, unreached
+from elastic.policy.faults import refused_layouts, unreached, unread_data
 from elastic.policy.state.layered import less
 from elastic.policy.state.state import Failure, State
 from elastic.text import gib
@@ -166,6 +166,7 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
     worker, kind = event.worker, event.kind
     text = f"worker {worker}: {event.error}"
     current = state.is_current(event.generation)
+    broke = current or (state.aborting is not None and event.generation == state.generation)
     if event.unreached:
         state = unreached.told(
             state, worker.node_id, event.unreached, generation=event.generation, at_s=at_s
@@ -193,13 +194,13 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
             why += "; other nodes have opened it"
             return _node_refused(state, NodeRefused(worker.node_id, why), at_s)
         return replace(state, fatal=why) if current or known else state
-    if kind in ("not_finite", "guard") and (
-        current or (state.aborting and event.generation == state.generation)
-    ):
+    if kind in ("not_finite", "guard") and broke:
         if event.do == "stop":
             return replace(state, fatal=event.error)
         return tripped(state, event.guard or kind, event.error, step=event.step, at_s=at_s)
-    if kind == "layout" and (current or (state.aborting and event.generation == state.generation)):
+    if kind in unread_data.KINDS and broke and state.awaits_data:
+        return _not_read(state, event, text, at_s=at_s)
+    if kind == "layout" and broke:
         return computes_else(state, event.generation, event.step, said=event.error, at_s=at_s)
     if not current:
         return (
@@ -212,6 +213,21 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
             state, event.generation, text, measured_bytes=event.measured_bytes, at_s=at_s
         )
     return failed(state, Failure("infrastructure", text, at_s))
+
+
+def _not_read(state: State, event: WorkerFailed, text: str, *, at_s: float) -> State:
+    """Explains what its peers heard of that. A node that is to blame is left as one is of which a
+    device has failed: what it holds in memory is served on."""
+    worker, state = event.worker, unread_data.told(state, event, at_s)
+    if unread_data.to_blame(state, worker.node_id):
+        state = replace(state, faulty={**state.faulty, worker: text})
+        state = set_status(state, worker.node_id, "draining")
+    failure, known = Failure("infrastructure", text, at_s), state.failure
+    if state.aborting:
+        return explained(state, failure)
+    if known is not None and known.cause == "infrastructure":
+        return replace(state, failure=failure)
+    return failed(state, failure)
 
 
 def _opened_elsewhere(state: State, event: WorkerFailed) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from elastic.policy.faults import unread_data
 from elastic.policy.state.breaks import Break
 from elastic.policy.state.state import Failure, State
 from elastic.text import ranks_by_place
@@ -31,7 +32,7 @@ def recorded(state: State, failure: Failure) -> tuple[Break, ...]:
     )
     moves = state.target is not None or state.quiescing is not None
     explained = gone or device or failure.cause not in ("loss", "infrastructure")
-    if plan is None or moves or explained:
+    if plan is None or moves or explained or unread_data.explains(state, plan.generation):
         return state.breaks
     step, redone = state.step + 1, state.step > state.entered_step
     new = Break(plan.generation, step, redone, frozenset(plan.nodes))

@@ -4,7 +4,7 @@ infrastructure."""
 from __future__ import annotations
 
 from elastic.policy.copies.retention import tried_until_s
-from elastic.policy.faults import unreached
+from elastic.policy.faults import unreached, unread_data
 from elastic.policy.faults.recurring_breaks import stood
 from elastic.policy.faults.refused_layouts import unusable_layouts
 from elastic.policy.state.state import State
@@ -44,7 +44,11 @@ def gave_up(state: State) -> str:
     if failure is None:
         return ""
     most = SCRIPTS_MOST if state.job.restarted else INFRASTRUCTURE_MOST
-    waits = failure.at_s < max(unreached.waited_until_s(state), tried_until_s(state) or 0.0)
+    waits = failure.at_s < max(
+        unreached.waited_until_s(state),
+        unread_data.waited_until_s(state),
+        tried_until_s(state) or 0.0,
+    )
     if failure.cause == "infrastructure" and state.retries >= most and not waits:
         tried = f"{state.retries} attempts in a row made no progress past step {state.best_step}"
         last = f"the last one: {failure.reason}"

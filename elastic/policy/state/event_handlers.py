@@ -395,6 +395,7 @@ def _stepped(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State
         best_step=max(state.best_step, event.step), last_step=event, last_step_at_s=at_s,
         retries=0 if progress else state.retries,
         left_out_behind=() if progress else state.left_out_behind,
+        unread={} if progress else state.unread,
         deaths=() if event.step > state.death_step else state.deaths,
         breaks=() if state.breaks and event.step >= state.breaks[-1].step else state.breaks,
         digests=digested(state.digests, event),

@@ -9,7 +9,7 @@ from math import inf
 from operator import attrgetter
 from typing import Literal
 
-from elastic.policy.state.breaks import Break
+from elastic.policy.state.breaks import Break, ReadFailures
 from elastic.types import (
     Abort,
     Copy,
@@ -358,6 +358,8 @@ class State(Gates):
     death_step: int = 0
     death_generation: int = 0
     breaks: tuple[Break, ...] = ()  # of one step, in a row without progress past it
+    # kind of WorkerFailed -> what could not be read, without progress since (unread_data.py)
+    unread: Mapping[str, ReadFailures] = field(default_factory=dict)
     mismatches: Mapping[int, str] = field(default_factory=dict)  # of generations there, likewise
     # where ranks of the aborted generation stood
     stood: Mapping[WorkerId, str] = field(default_factory=dict)

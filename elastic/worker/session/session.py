@@ -220,6 +220,8 @@ class Session:
             if doing in WAITING:
                 self._note_stood(running.number, where)
             running.groups.abort()
+            if running.loader is not None:  # who waits for its batch is freed too
+                running.loader.close(0.0)
         dropping.join()
 
     def poll(self, ack: int, wait_s: float) -> Beat:

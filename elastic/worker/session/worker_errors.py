@@ -9,12 +9,15 @@ import torch
 
 from elastic.config.masking import masked_text
 from elastic.errors import (
+    DataUnread,
     ElasticError,
     PeerGarbled,
     ProgramError,
     SpecError,
     StateLost,
+    StorageDamaged,
     StorageFailed,
+    StorageFull,
     StorageRefused,
 )
 from elastic.types import FailureKind
@@ -34,8 +37,14 @@ def kind_of(error: BaseException) -> FailureKind:
         if any(words in said for words in MEMORY):
             return "out_of_memory"
         return "device" if device_lost(error) and ASSERT not in said else "program"
-    if isinstance(error, StateLost | StorageFailed | StorageRefused):
+    if isinstance(error, StateLost | StorageDamaged | StorageFull):
         return "infrastructure"
+    if isinstance(error, StorageFailed):
+        return "storage"
+    if isinstance(error, StorageRefused):
+        return "refused"
+    if isinstance(error, DataUnread):
+        return "unread"
     if isinstance(error, Tripped):
         return "not_finite" if error.trip.guard == "not_finite" else "guard"
     if isinstance(error, LayoutDiffers):
@@ -68,8 +77,10 @@ def print_error(error: BaseException) -> str:
 def text_of(error: BaseException) -> str:
     """One line with the innermost cause, and for errors of the program the place in the user's
     file."""
-    if isinstance(error, StateLost | StorageRefused | LayoutDiffers):
+    if isinstance(error, StateLost | StorageFailed | StorageRefused | LayoutDiffers):
         return str(error)  # it names the file, its cause does not
+    if isinstance(error, DataUnread):
+        return masked_text(" ".join(str(error).split()))
     if kind_of(error) == "device":
         return f"CUDA error: {cuda_error(error)}"
     while error.__cause__ is not None:

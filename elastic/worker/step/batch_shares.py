@@ -5,14 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from elastic.data.budget import Cut, Microbatch, TokenBudget, pad_share
-from elastic.data.order import ids_of, share
+from elastic.data.order import digest, ids_of, share
 from elastic.types import Job, Plan
 from elastic.types.grid import each_microbatches
 from elastic.worker.step.gradient_noise import parts_of
 
-STEPS_KEPT = 32  # cuts of steps that are read ahead
+STEPS_KEPT = 32  # that are read ahead
+
+
+class StepSamples(NamedTuple):
+    """Of all ranks. The thread that reads the step ahead computes it: of many samples that takes
+    long, and between commit and update the device waits."""
+
+    ids: list[int]
+    digest: tuple[int, int]
+    cut: Cut
 
 
 class BatchShares:
@@ -26,7 +36,7 @@ class BatchShares:
         self.job, self.plan, self.budget, self.together = job, plan, budget, together
         # first step -> numbers of samples
         self._since: list[tuple[int, tuple[int, ...]]] = [(0, plan.samples)]
-        self._cut = lru_cache(STEPS_KEPT)(lambda step: self.cut_of(self.ids(step), step))
+        self._samples_of = lru_cache(STEPS_KEPT)(self._computed)
 
     def set(self, from_step: int, samples: tuple[int, ...]) -> None:
         """Other numbers from that step on. Nobody may have asked for the cut of that step yet."""
@@ -43,10 +53,17 @@ class BatchShares:
 
     def ids(self, step: int) -> list[int]:
         """Of all ranks."""
-        return ids_of(self.job, step)
+        return self._samples_of(step).ids
+
+    def digest(self, step: int) -> tuple[int, int]:
+        return self._samples_of(step).digest
 
     def cut(self, step: int) -> Cut:
-        return self._cut(step)
+        return self._samples_of(step).cut
+
+    def _computed(self, step: int) -> StepSamples:
+        ids = ids_of(self.job, step)
+        return StepSamples(ids, digest(ids), self.cut_of(ids, step))
 
     def cut_of(self, ids: Sequence[int], step: int, budget: TokenBudget | None = None) -> Cut:
         """Of any ids, by the numbers of that step, with the budget of another set. Raises

@@ -359,7 +359,7 @@ class Stepper(ForwardBackward):
         )  # fmt: skip
 
     def _check_samples(self, commit: Commit) -> None:
-        expected = digest(self.shares.ids(self.state.step))
+        expected = self.shares.digest(self.state.step)
         if commit.samples != expected:
             raise InternalError(
                 f"step {self.state.step + 1}: the ranks trained on other samples "

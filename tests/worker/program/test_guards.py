@@ -19,7 +19,7 @@ from support.worker.worker_pool import Pool
 
 from elastic.config.job import load_job
 from elastic.config.optimization import Guards
-from elastic.data.order import sample_ids
+from elastic.data.order import ids_of, sample_ids
 from elastic.data.streams import N_POSITIONS
 from elastic.errors import SpecError
 from elastic.program import load_program
@@ -55,6 +55,7 @@ from elastic.worker.program.guards import (
 )
 from elastic.worker.program.job_program import with_job
 from elastic.worker.session.generation import Generation
+from elastic.worker.step import batch_shares
 from elastic.worker.step.batch_shares import BatchShares
 from elastic.worker.step.faulty_rank import UNNAMED, FaultyRank, Tripped
 from elastic.worker.step.optimizer_step import Pending, Stepper
@@ -199,11 +200,13 @@ def test_a_trip_is_one_line_that_names_at_most_sixteen_samples() -> None:
 @pytest.mark.parametrize(
     ("n_samples", "named"), [(N_POSITIONS, "stream: no ids"), (4, "0, 1, 2, 3")]
 )
-def test_samples_of_a_stream_have_no_ids_to_name(n_samples: int, named: str) -> None:
+def test_samples_of_a_stream_have_no_ids_to_name(
+    n_samples: int, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = Plan(1, Layout(), (WorkerId("a", 0),), (4,), (1,), 1)
     job = Job(n_samples=n_samples, global_batch=4)
-    shares: Any = BatchShares(job, plan)
-    shares.ids = lambda step: sorted(BatchShares.ids(shares, step))
+    monkeypatch.setattr(batch_shares, "ids_of", lambda job, step: sorted(ids_of(job, step)))
+    shares = BatchShares(job, plan)
     told = Pending(9, {}, math.nan, 1.0)
     stepper: Any = SimpleNamespace(
         job=job,

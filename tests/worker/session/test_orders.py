@@ -132,8 +132,9 @@ def test_each_action_goes_where_it_belongs(session: Any) -> None:
         session._cut.check_storage()
     changed: list[Any] = []
     session._generation = SimpleNamespace(
-        number=3, change=changed.append, groups=SimpleNamespace(abort=lambda: said.append("abort"))
-    )
+        number=3, change=changed.append, groups=SimpleNamespace(abort=lambda: said.append("abort")),
+        loader=SimpleNamespace(close=lambda timeout_s: said.append("batches")),
+    )  # fmt: skip
     for action in (
         SetShares(3, (1, 7), 5),
         SetShares(2, (1, 7), 5),
@@ -153,10 +154,10 @@ def test_each_action_goes_where_it_belongs(session: Any) -> None:
     assert session._ahead is ahead and said == []
     session.order(WorkerOrder(DropGroups(4)))
     session.order(WorkerOrder(Abort(3)))
-    assert said == ["drop", "abort"] and session._aborted == 3 and ordered(session) == []
+    assert said == ["drop", "abort", "batches"] and session._aborted == 3 and ordered(session) == []
     session._generation = None
     session.order(WorkerOrder(Abort(4)))
-    assert said[2:] == [4], "one that is idle answers at once"
+    assert said[3:] == [4], "one that is idle answers at once"
 
 
 def test_what_is_no_order_to_a_worker_is_refused(session: Any) -> None:

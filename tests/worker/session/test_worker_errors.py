@@ -157,7 +157,7 @@ def test_storage_that_refuses_is_no_fault_of_the_program() -> None:
     cause = RuntimeError("An error occurred (ExpiredToken) when calling GetObject")
     refused = StorageRefused("s3://b/k: reading was refused (ExpiredToken): renew them")
     refused.__cause__ = cause
-    assert kind_of(refused) == "infrastructure" and text_of(refused) == str(refused)
+    assert kind_of(refused) == "refused" and text_of(refused) == str(refused)
     assert kind_of(SpecError("the layout")) == "program"
 
 

@@ -4,6 +4,7 @@ that read them."""
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,8 @@ from support.worker.plans import live, plan
 from support.worker.worker_pool import Pool
 
 from elastic.config.optimization import Guards
-from elastic.data.order import sample_ids
+from elastic.data.budget import TokenBudget
+from elastic.data.order import ids_of, sample_ids
 from elastic.errors import InternalError, ProgramError
 from elastic.program import Program, Weights, load_program
 from elastic.storage import open_storage
@@ -35,6 +37,7 @@ from elastic.worker.session.generation import Generation
 from elastic.worker.session.workplace import EnterOrder
 from elastic.worker.state.buffers import StepBuffers
 from elastic.worker.state.train_state import TrainState
+from elastic.worker.step import batch_shares
 from elastic.worker.step import optimizer_step as step_module
 from elastic.worker.step.commit_vector import CommitFields
 from elastic.worker.step.faulty_rank import Tripped
@@ -265,6 +268,27 @@ def test_samples_that_the_order_does_not_give_are_an_error(
     with pytest.raises(InternalError, match="step 1: the ranks trained on other samples"):
         stepper.run(batch(), CommitFields())
     assert state.step == 0
+
+
+def test_ids_of_a_step_are_computed_once_and_where_it_is_read(
+    begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of many samples has the device wait for nothing that is known by then."""
+    threads: list[str] = []
+
+    def noted(job: Job, step: int) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return ids_of(job, step)
+
+    monkeypatch.setattr(batch_shares, "ids_of", noted)
+    state, stepper, batch = begun(SKIP)
+    stepper.shares.budget = TokenBudget(lambda sample: 4, 64)
+    reader = threading.Thread(target=stepper.shares.cut, args=(0,), name="reader")
+    reader.start()
+    reader.join()
+    stepper.run(batch(), CommitFields())
+    assert state.step == 1 and stepper.shares.pad_share(0) == 0.0
+    assert threads == ["reader"]
 
 
 def test_a_state_in_the_middle_of_an_update_is_that_of_no_step(begun: Any) -> None:
