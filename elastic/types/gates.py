@@ -133,6 +133,9 @@ class Gates:
     # alone holds its step and no limit is reached; else for a minute, or three times what those
     # before took
     awaits_stop: bool = False
+    # that memory gave out counts also where peers had told before that they had lost that worker,
+    # else the layout is retried
+    heeds_memory: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -39,6 +39,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
+from elastic.types.replacing import replace
 
 
 def prepared(decision: Decision) -> list[str]:
@@ -402,6 +403,25 @@ def test_out_of_memory_marks_the_layout_and_enters_the_next(passed_on: bool) -> 
         new is not None and new.cause == "infeasible" and new.layout not in story.state.infeasible
     )
     assert "3.00 GiB" in " ".join(d.reason for d in story.decisions[-6:])
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_memory_gave_out_whichever_of_the_ranks_was_heard_first(heeds: bool) -> None:
+    """Where it is NCCL that lacks it, the others lose their connection before that is told."""
+    story = Story()
+    plan = story.running("a", "b", gpus=2)
+    story.state = replace(story.state, heeds_memory=heeds)
+    story.tick(WorkerFailed(WorkerId("b", 0), plan.generation, "collective", "remote error"))
+    story.tick(WorkerFailed(WorkerId("a", 1), plan.generation, "out_of_memory", "calloc", 79 << 30))
+    for node in "ab":
+        for k in range(2):
+            story.tick(Quiesced(WorkerId(node, k), plan.generation, 0))
+    if not heeds:
+        assert not story.state.infeasible
+        return
+    new = story.state.target
+    assert story.state.infeasible == {plan.layout: 79 << 30}
+    assert new is not None and new.cause == "infeasible" and new.layout != plan.layout
 
 
 def test_no_layout_left_ends_the_run_with_the_reasons() -> None:
