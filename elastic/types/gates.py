@@ -136,6 +136,9 @@ class Gates:
     # that memory gave out counts also where peers had told before that they had lost that worker,
     # else the layout is retried
     heeds_memory: bool = False
+    # a generation is entered for as long as its workers make progress with their state, else for
+    # ten minutes
+    heeds_loading: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

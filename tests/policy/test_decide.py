@@ -480,6 +480,24 @@ def test_the_pace_of_moves_is_learned() -> None:
     assert second.move.seconds - 0.02 > 4 * (first.move.seconds - 0.02)
 
 
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_state_that_takes_long_to_read_is_entered(heeds: bool) -> None:
+    story = Story()
+    story.nodes("a", "b")
+    story.tick(after_s=20)
+    story.state = replace(story.state, heeds_loading=heeds)
+    plan = story.state.target
+    assert plan is not None
+    story.tick(Progress(plan.ranks[1], plan.generation, "loading"), after_s=500)
+    assert bool(orders(story.tick(after_s=110), Abort)) == (not heeds)
+    if heeds:
+        story.tick(Progress(plan.ranks[1], plan.generation, "loading"), after_s=480)
+        assert not orders(story.tick(after_s=599), Abort)
+        decision = story.tick(after_s=2)
+        assert orders(decision, Abort) == [Abort(plan.generation)]
+        assert "was not entered within 600 s of its workers' last progress" in decision.reason
+
+
 def test_a_node_that_tokenises_for_an_hour_is_not_put_aside() -> None:
     story = Story()
     story.tick(NodeReady(Node("a", "spot", 1)))

@@ -305,6 +305,8 @@ class Session:
         speaks = phase == "preparing" and self.me.local_rank == 0
         if running is not None and phase in ("evaluating", "finishing"):
             speaks = running.rank == 0
+        # one may read its state for long after others
+        speaks = speaks or (running is not None and phase == "loading")
         if speaks and now_s - self._told_s > PROGRESS_EVERY_S:
             self._told_s = now_s
             self._put(Progress(self.me, running.number if running is not None else 0, phase))

@@ -78,11 +78,11 @@ class Takeover:
         altered."""
         self.state = state
         if state is not None:
-            state.read_frozen()
+            state.read_frozen(self._tick)
         source = self.order.plan.resume.source
         if source == "fresh":
             if state is not None:
-                state.fill_fresh(self.place.job.seed)
+                state.fill_fresh(self.place.job.seed, self._tick)
                 self.place.extra.fresh(state.tensors)
             return Taken()
         return self._from_storage() if source == "durable" else self._from_memory()
@@ -102,6 +102,7 @@ class Takeover:
         tensors = {fqn: held for fqn, held in tensors.items() if fqn not in anew}
         checkpoint.check(spec for fqn, spec in specs.items() if fqn not in anew)
         told = self.order.me == 0 and "digest" in checkpoint.meta and not anew
+        checkpoint.tick = self._tick
         n_bytes = checkpoint.fill(tensors.values())
         return Taken(
             n_bytes=n_bytes, stored_digest=int(checkpoint.meta["digest"]) if told else None
@@ -136,7 +137,9 @@ class Takeover:
         group, device = self.groups.wire
         if device.type == "cpu":
             self.groups.connect(self.groups.world, ends - {me})
-        moved = carry_out(transfers, me, read=read, write=write, group=group, device=device)
+        moved = carry_out(
+            transfers, me, read=read, write=write, group=group, device=device, tick=self._tick
+        )
         self.groups.check()
         given = tuple(
             (Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me
@@ -151,6 +154,11 @@ class Takeover:
             given, tuple(self._found.values()), int(received.sum()), int(peaks.max()),
             behind=boundary(place.device),
         )  # fmt: skip
+
+    def _tick(self) -> None:
+        """While bytes come: this worker makes progress, and an abort ends what it does."""
+        self.groups.check()
+        self.place.at_phase("loading", 0)
 
     def _agree_on_step(self) -> int:
         """The boundary at which the old generation stopped: all its ranks must have stopped at the
