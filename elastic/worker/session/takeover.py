@@ -18,6 +18,7 @@ from elastic.types import Box, DigestPart, TensorSpec, Transfer
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.process.doing import doing
 from elastic.worker.process.side_stream import boundary, waitable
+from elastic.worker.process_groups.control_tree import ENTERING_TIMEOUT
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.guards import MEMORY
 from elastic.worker.session.workplace import EnterOrder, Workplace
@@ -73,19 +74,25 @@ class Takeover:
             ]
 
     def run(self, state: TrainState | None) -> Taken:
-        """Fills `state` (None: this worker only sends). Returns when every worker has what it needs
-        (fresh and durable: this one). Raises StateLost where a box is not to be had or arrived
-        altered."""
+        """Fills `state` (None: this worker only sends). Returns when every worker has what it
+        needs. Raises StateLost where a box is not to be had or arrived altered."""
         self.state = state
+        self.groups.control.timeout = ENTERING_TIMEOUT
         if state is not None:
             state.read_frozen(self._tick)
         source = self.order.plan.resume.source
         if source == "fresh":
-            if state is not None:
-                state.fill_fresh(self.place.job.seed, self._tick)
-                self.place.extra.fresh(state.tensors)
-            return Taken()
-        return self._from_storage() if source == "durable" else self._from_memory()
+            taken = self._fresh()
+        else:
+            taken = self._from_storage() if source == "durable" else self._from_memory()
+        self.groups.control.barrier()
+        return taken
+
+    def _fresh(self) -> Taken:
+        if self.state is not None:
+            self.state.fill_fresh(self.place.job.seed, self._tick)
+            self.place.extra.fresh(self.state.tensors)
+        return Taken()
 
     @doing("copying")
     def _from_storage(self) -> Taken:
@@ -112,6 +119,8 @@ class Takeover:
         plan, resume, place, me = self.order.plan, self.order.plan.resume, self.place, self.order.me
         assert resume.layout is not None
         step = self._agree_on_step() if resume.source == "live" else resume.step
+        if resume.source == "peer":  # NCCL waits for the first message of a pair within the call
+            self.groups.control.barrier()
         everyone = self.order.rendezvous.participants
         holders = holders_of(resume, everyone, place.profile.by_owners)
         old, new = (resume.layout, resume.layers), (plan.layout, plan.layers)
