@@ -53,7 +53,8 @@ from elastic.types.replacing import replace
 QUIESCED_MOST_S = 5.0
 # NCCL aborts up to seven communicators of a rank and takes them down, each bounded by 10 s
 QUIESCED_ON_GPUS_MOST_S = 30.0
-ENTER_MOST_S = 600.0  # the last resort: workers report what goes wrong long before
+# the last resort: workers report what goes wrong long before, and once a minute that they load
+ENTER_MOST_S = 600.0
 ATTACH_MOST_S = 30.0
 START_WAIT_S, GROWTH_WAIT_S = 10.0, 2.0  # for nodes that are being prepared, after the last one was
 DEADLINE_MARGIN_S = 10.0
@@ -215,12 +216,14 @@ def _entering(state: State, now_s: float) -> Decision | None:
         return None
     if state.job.restarted:
         return restarts.entering(state, now_s)
-    bound_s = state.ordered_at_s + ENTER_MOST_S
+    loads = state.heeds_loading and state.busy_at_s > state.ordered_at_s
+    bound_s = (state.busy_at_s if loads else state.ordered_at_s) + ENTER_MOST_S
     if now_s < bound_s:
         return Decision(wake_at_s=bound_s)
+    since = " of its workers' last progress" if loads else ""
     return Decision(
         (Abort(state.generation),),
-        f"generation {state.generation} was not entered within {ENTER_MOST_S:.0f} s",
+        f"generation {state.generation} was not entered within {ENTER_MOST_S:.0f} s{since}",
     )
 
 

@@ -397,9 +397,10 @@ class Silent(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """A worker makes progress with what has no steps (preparing, evaluating, finishing), or writes
-    its part of a checkpoint behind them (saving); told once a minute, by one worker of the node or
-    of the generation (0 = none)."""
+    """A worker makes progress with what has no steps (preparing, evaluating, finishing), takes over
+    its state (loading), or writes its part of a checkpoint behind the steps (saving); told once a
+    minute, by one worker of the node or of the generation (0 = none), of loading and saving by
+    each."""
 
     worker: WorkerId
     generation: int

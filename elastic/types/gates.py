@@ -141,6 +141,12 @@ class Gates:
     # lasts, one that refuses for `orphan_lease_s`, and what one node alone cannot read is held
     # against it; else each of these ends the run behind a few attempts
     awaits_data: bool = False
+    # that memory gave out counts also where peers had told before that they had lost that worker,
+    # else the layout is retried
+    heeds_memory: bool = False
+    # a generation is entered for as long as its workers make progress with their state, else for
+    # ten minutes
+    heeds_loading: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

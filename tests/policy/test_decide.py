@@ -39,6 +39,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
+from elastic.types.replacing import replace
 
 
 def prepared(decision: Decision) -> list[str]:
@@ -404,6 +405,25 @@ def test_out_of_memory_marks_the_layout_and_enters_the_next(passed_on: bool) -> 
     assert "3.00 GiB" in " ".join(d.reason for d in story.decisions[-6:])
 
 
+@pytest.mark.parametrize("heeds", [True, False])
+def test_memory_gave_out_whichever_of_the_ranks_was_heard_first(heeds: bool) -> None:
+    """Where it is NCCL that lacks it, the others lose their connection before that is told."""
+    story = Story()
+    plan = story.running("a", "b", gpus=2)
+    story.state = replace(story.state, heeds_memory=heeds)
+    story.tick(WorkerFailed(WorkerId("b", 0), plan.generation, "collective", "remote error"))
+    story.tick(WorkerFailed(WorkerId("a", 1), plan.generation, "out_of_memory", "calloc", 79 << 30))
+    for node in "ab":
+        for k in range(2):
+            story.tick(Quiesced(WorkerId(node, k), plan.generation, 0))
+    if not heeds:
+        assert not story.state.infeasible
+        return
+    new = story.state.target
+    assert story.state.infeasible == {plan.layout: 79 << 30}
+    assert new is not None and new.cause == "infeasible" and new.layout != plan.layout
+
+
 def test_no_layout_left_ends_the_run_with_the_reasons() -> None:
     story = Story(pools=(Pool("spot", max_nodes=2),), layout="dp_shard=2")
     plan = story.running("a", "b")
@@ -458,6 +478,24 @@ def test_the_pace_of_moves_is_learned() -> None:
     second = plan_of(story.nodes("d"))
     assert second.move is not None and story.state.move_pace == pytest.approx(10.0)
     assert second.move.seconds - 0.02 > 4 * (first.move.seconds - 0.02)
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_state_that_takes_long_to_read_is_entered(heeds: bool) -> None:
+    story = Story()
+    story.nodes("a", "b")
+    story.tick(after_s=20)
+    story.state = replace(story.state, heeds_loading=heeds)
+    plan = story.state.target
+    assert plan is not None
+    story.tick(Progress(plan.ranks[1], plan.generation, "loading"), after_s=500)
+    assert bool(orders(story.tick(after_s=110), Abort)) == (not heeds)
+    if heeds:
+        story.tick(Progress(plan.ranks[1], plan.generation, "loading"), after_s=480)
+        assert not orders(story.tick(after_s=599), Abort)
+        decision = story.tick(after_s=2)
+        assert orders(decision, Abort) == [Abort(plan.generation)]
+        assert "was not entered within 600 s of its workers' last progress" in decision.reason
 
 
 def test_a_node_that_tokenises_for_an_hour_is_not_put_aside() -> None:

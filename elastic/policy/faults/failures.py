@@ -126,7 +126,8 @@ def infeasible(
         + f": {reason}"
     )
     state = replace(state, infeasible={**state.infeasible, layout: measured})
-    return failed(state, Failure("infeasible", text, at_s))
+    broken = explained if state.aborting else failed
+    return broken(state, Failure("infeasible", text, at_s))
 
 
 def tripped(state: State, guard: str, text: str, *, step: int, at_s: float) -> State:
@@ -202,15 +203,16 @@ def _worker_failed(state: State, event: WorkerFailed, at_s: float) -> State:
         return _not_read(state, event, text, at_s=at_s)
     if kind == "layout" and broke:
         return computes_else(state, event.generation, event.step, said=event.error, at_s=at_s)
+    aborted = state.aborting is not None and event.generation == state.aborting.generation
+    if kind == "out_of_memory" and (current or (aborted and state.heeds_memory)):
+        return infeasible(
+            state, event.generation, text, measured_bytes=event.measured_bytes, at_s=at_s
+        )
     if not current:
         return (
             process_failed(state, worker, text, at_s=at_s)
             if worker.node_id in state.preparing
             else state
-        )
-    if kind == "out_of_memory":
-        return infeasible(
-            state, event.generation, text, measured_bytes=event.measured_bytes, at_s=at_s
         )
     return failed(state, Failure("infrastructure", text, at_s))
 

@@ -274,7 +274,7 @@ class State(Gates):
     entered_step: int = 0
     last_step: StepDone | None = None
     last_step_at_s: float = 0.0
-    # when rank 0 last said that it makes progress between steps, or any rank that it saves
+    # when rank 0 last said that it makes progress between steps, or any rank that it loads or saves
     busy_at_s: float = 0.0
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from math import prod
 from typing import Any
@@ -55,7 +56,8 @@ class _Piece:
 
 
 class Checkpoint:
-    """An open checkpoint. `tensors`: fqn -> (shape, dtype)."""
+    """An open checkpoint. `tensors`: fqn -> (shape, dtype). `tick`: called as bytes come, by the
+    threads that read; what it raises ends that."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class Checkpoint:
         self.step, self.generation = marker.step, marker.generation
         self.n_bytes = sum(note.n_bytes for note in marker.files)
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.tick: Callable[[], object] = lambda: None
         self._scratch = _Scratch(SCRATCH_BYTES)
         self._entries: dict[str, dict[Region, tuple[str, BlobEntry]]] = {}
         for manifest in manifests:
@@ -272,14 +275,20 @@ class Checkpoint:
     def _read(
         self, piece: _Piece, offset: int, into: memoryview, *, hasher: Hasher | None = None
     ) -> int:
+        self.tick()
         try:
             if hasher is None:
                 return self._storage.read_into(piece.name, offset, into)
-            return self._storage.read_parts(piece.name, offset, into, took=hasher.update)
+            took = partial(self._took, hasher)
+            return self._storage.read_parts(piece.name, offset, into, took=took)
         except FileNotFoundError as error:
             raise Damaged(f"{self._where(piece.name, piece.entry)} is gone") from error
         except StorageDamaged as error:
             raise Damaged(f"{self._where(piece.name, piece.entry)}: {error}") from error
+
+    def _took(self, hasher: Hasher, part: memoryview) -> None:
+        hasher.update(part)
+        self.tick()
 
     def _verify_blob(self, name: str, entry: BlobEntry, paced: Callable[[int], object]) -> None:
         hasher = hasher_for(entry.digest)

@@ -32,7 +32,7 @@ ENDED_KEPT = 64  # of which a part may come that is not waited for any more
 # a part is late after 3 x the time that the slowest of the others took
 LATE_LEAST_S, LATE_FACTOR = 10.0, 3.0
 RANKS_ASKED = 2  # other holders that are asked, one after the other, for a part that is late
-SAVING_EVERY_S = 30.0  # that ranks write their parts is passed on so often at most
+PROGRESS_EVERY_S = 30.0  # that ranks write or read their parts is passed on so often at most
 
 
 @dataclass
@@ -101,7 +101,8 @@ class Gather:
     _formed: tuple[int, int, int] = (0, 0, 0)
     _made: dict[int, float] = field(default_factory=dict)  # participant -> seconds
     _digests: dict[int, dict[int, DigestPart]] = field(default_factory=dict)
-    _saving_s: float = -math.inf
+    # phase -> when it was passed on last that a rank makes progress with it
+    _progress_s: dict[str, float] = field(default_factory=dict)
 
     def expect(self, plan: Plan) -> None:
         """A plan has been ordered: its workers' parts will come."""
@@ -134,10 +135,10 @@ class Gather:
                 return self._groups_made(worker, event)
             case DigestPart():
                 return self._digest(event)
-            case Progress(phase="saving"):
-                if at_s - self._saving_s < SAVING_EVERY_S:
+            case Progress(phase="saving" | "loading" as phase):
+                if at_s - self._progress_s.get(phase, -math.inf) < PROGRESS_EVERY_S:
                     return []
-                self._saving_s = at_s
+                self._progress_s[phase] = at_s
                 return [event]
             case _:
                 return self._told.add(event)

@@ -21,6 +21,8 @@ from elastic.errors import InternalError
 # torch adds lines of advice, which name other errors
 CUDA_ERROR = re.compile(r"(?:CUDA|HIP)(?: driver)? error: ([^\n]*)")
 ASSERT, MEMORY = "device-side assert", ("out of memory", "_STATUS_ALLOC_FAILED")
+# NCCL's last warning, in torch's error of the call that needed the memory
+NCCL_MEMORY = re.compile(r"out of memory|Failed to CUDA (?:malloc|calloc)")
 REFUSED_CALLS = (  # the words of cudaGetErrorString and torch
     "invalid argument", "invalid configuration argument", "invalid device function",
     "invalid device ordinal", "invalid resource handle", "no kernel image is available",
@@ -51,9 +53,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Memory gave out, here or on the GPU, also where NCCL says so, which takes its buffers beside
+    torch's."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if said := cuda_error(error):
+        return any(words in said for words in MEMORY)
+    return any(
+        isinstance(one, dist.DistError) and NCCL_MEMORY.search(str(one)) for one in _chain(error)
+    )
+
+
 def of_device_or_memory(error: BaseException) -> bool:
     """CUDA's, or memory gave out: it says nothing of what was called."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(cuda_error(error))
+    return out_of_memory(error) or bool(cuda_error(error))
 
 
 def is_assert(error: BaseException) -> bool:

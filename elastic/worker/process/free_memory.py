@@ -33,5 +33,14 @@ def resident_bytes(pid: int | str = "self") -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def most_used_bytes() -> int:
+    """Of this process, or of the GPU that it trains on: torch's peak, or what is in use now where
+    that is more, since NCCL and CUDA take theirs beside it."""
+    if not torch.cuda.is_available():
+        return resident_bytes()
+    free, whole = torch.cuda.mem_get_info()
+    return max(torch.cuda.max_memory_allocated(), whole - free)
+
+
 def free_gpu_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import hmac
 from collections.abc import Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from elastic.worker.process_groups.axis_ranges import axis_range
 from elastic.worker.process_groups.rendezvous import PROOF_BYTES, proof
 
 HELLO_TAG = 1 << 20  # no message of the ranks has it
+# of sums while a generation is entered: one rank may read its state for as long as bytes come, and
+# the driver finds out who hangs
+ENTERING_TIMEOUT = timedelta(days=1)
 
 
 class Control:
@@ -45,6 +49,7 @@ class Control:
         self._below = self.rows[:-1] if highest else self.rows
         self._highest = self.rows[-1] if highest and self.rows else None
         self.n_begun = 0  # sums that this rank has added to
+        self.timeout: timedelta | None = None  # of a sum; None: that of the groups
 
     def all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -57,11 +62,13 @@ class Control:
     def _reduced(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         up, down = dist.ReduceOptions(), dist.BroadcastOptions()
         up.reduceOp, up.rootRank, down.rootRank = dist.ReduceOp(op), 0, 0
+        together = dist.AllreduceOptions()
+        together.reduceOp = dist.ReduceOp(op)
+        if self.timeout is not None:
+            up.timeout = down.timeout = together.timeout = self.timeout
         for row in self._below:
             row.reduce([tensor], up).wait()
         if self._highest is not None:
-            together = dist.AllreduceOptions()
-            together.reduceOp = dist.ReduceOp(op)
             self._highest.allreduce([tensor], together).wait()
         for row in reversed(self._below):
             row.broadcast([tensor], down).wait()
@@ -91,6 +98,10 @@ class Control:
                     f"who came as rank {rank} of generation {generation} was not told of it: a "
                     "stranger on this network"
                 )
+
+    def again(self) -> Control:
+        """The same ranks by the same groups, counted by itself."""
+        return Control(self.rank, self.size, self.rows, highest=self._highest is not None)
 
     def barrier(self) -> None:
         """Nobody is past it before all are there."""

@@ -358,7 +358,7 @@ class Groups:
             made[tuple(everyone)] = new(everyone)
             self.commit = Control(rank, len(everyone), (made[tuple(everyone)],))
         elif self._n_participants == len(everyone):
-            self.commit = self.control
+            self.commit = self.control.again()
         else:
             self.commit = self._tree("commit", rank, len(everyone), timeout=timeout)
         if len(everyone) > 1:

@@ -109,14 +109,14 @@ def _n_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 class SafetensorFiles:
-    """Tensors of one file, or of a folder with several. `tensors`: name -> (shape, dtype). Close
-    it.
+    """Tensors of one file, or of a folder with several. `tensors`: name -> (shape, dtype). `tick`:
+    called before each chunk that is read. Close it.
 
     Ranges are read with pread, not mapped: mapped pages count as memory of the process until the
     system takes them back, and a box that is cut along columns touches all of them."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.uri = str(path)
+    def __init__(self, path: str | Path, tick: Callable[[], object] = lambda: None) -> None:
+        self.uri, self._tick = str(path), tick
         if not Path(path).exists():
             raise SpecError(
                 f"{path}: no such file or folder; weights are a local folder with safetensors, or "
@@ -174,6 +174,7 @@ class SafetensorFiles:
         row_bytes = prod(shape[1:]) * DTYPE_BYTES[dtype]
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
         for at in range(0, box.sizes[0], step):
+            self._tick()
             n = min(step, box.sizes[0] - at)
             first = box.offsets[0] + at
             part = self._rows(name, box.offsets[1:], box.sizes[1:], first=first, n=n)

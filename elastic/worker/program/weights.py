@@ -3,7 +3,7 @@ boxes, a chunk at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -128,9 +128,10 @@ def fill(
     tensors: Mapping[str, tuple[Box, Tensor]],
     *,
     seed: int,
+    tick: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Fills `model.*` boxes from the program's weights, one chunk of memory at a time; returns the
-    buffers that are not there.
+    """Fills `model.*` boxes from the program's weights, one chunk of memory at a time, before each
+    of which `tick` is called; returns the buffers that are not there.
 
     Parameters that are not there get `Weights.fresh` under a seed of their own, whatever the
     layout, or what `Weights.rest` gives under the job's.
@@ -140,7 +141,7 @@ def fill(
     shapes = {spec.fqn: stored_shape(program, spec) for spec in specs}
     fresh = _Fresh(weights, seed)
     left: list[str] = []
-    files = SafetensorFiles(weights.path)
+    files = SafetensorFiles(weights.path, tick)
     try:
         names = found_names(program, files, specs)
         buffers = {spec.fqn for spec in specs if spec.buffer}

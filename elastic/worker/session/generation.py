@@ -164,7 +164,6 @@ class Generation:
         taken = takeover.run(self.state)
         if self.state is not None:
             self.state.step = int(self.state.rng[1])
-        self.groups.control.barrier()
         self._lap("transfer")
         if self.state is not None:
             self.groups.first_messages()

@@ -52,7 +52,7 @@ from elastic.worker.process.cuda_errors import holds_lost, is_assert
 from elastic.worker.process.cut_off import CutOff, CutStorage
 from elastic.worker.process.doing import WAITING, Doing, InCollective
 from elastic.worker.process.fault_injection import DeviceFaults
-from elastic.worker.process.free_memory import resident_bytes
+from elastic.worker.process.free_memory import most_used_bytes
 from elastic.worker.process_groups.reach import ANSWER_S, LATE_S, PeersUnreached
 from elastic.worker.session.generation import Generation, groups_of
 from elastic.worker.session.groups_ahead import GroupsAhead
@@ -307,6 +307,8 @@ class Session:
         speaks = phase == "preparing" and self.me.local_rank == 0
         if running is not None and phase in ("evaluating", "finishing"):
             speaks = running.rank == 0
+        # one may read its state for long after others
+        speaks = speaks or (running is not None and phase == "loading")
         if speaks and now_s - self._told_s > PROGRESS_EVERY_S:
             self._told_s = now_s
             self._put(Progress(self.me, running.number if running is not None else 0, phase))
@@ -453,7 +455,9 @@ class Session:
         """Free the others first: they wait for this rank. (Not where all of them say the same at
         the same point.)"""
         lost, number = holds_lost(error), generation.number
-        kind = kind_of(error)
+        kind, more = kind_of(error), dict[str, Any]()
+        if kind == "out_of_memory":  # before anything is freed
+            more["measured_bytes"] = most_used_bytes()
         self._unfinished = True
         trip = error.trip if isinstance(error, Tripped) else None
         if lost:
@@ -468,11 +472,6 @@ class Session:
         if isinstance(error, Damaged):
             self._put(CopyDamaged(generation.plan.resume.uri, str(error)))
         frames = print_error(error)
-        more: dict[str, Any] = {}
-        if kind == "out_of_memory":
-            on_gpu = torch.cuda.is_available()
-            resident = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
-            more["measured_bytes"] = resident
         if isinstance(error, LayoutDiffers):
             more["step"] = error.step
         if isinstance(error, PeersUnreached):

@@ -18,6 +18,7 @@ from elastic.types import Box, DigestPart, TensorSpec, Transfer
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.process.doing import doing
 from elastic.worker.process.side_stream import boundary, waitable
+from elastic.worker.process_groups.control_tree import ENTERING_TIMEOUT
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.guards import MEMORY
 from elastic.worker.session.workplace import EnterOrder, Workplace
@@ -73,19 +74,25 @@ class Takeover:
             ]
 
     def run(self, state: TrainState | None) -> Taken:
-        """Fills `state` (None: this worker only sends). Returns when every worker has what it needs
-        (fresh and durable: this one). Raises StateLost where a box is not to be had or arrived
-        altered."""
+        """Fills `state` (None: this worker only sends). Returns when every worker has what it
+        needs. Raises StateLost where a box is not to be had or arrived altered."""
         self.state = state
+        self.groups.control.timeout = ENTERING_TIMEOUT
         if state is not None:
-            state.read_frozen()
+            state.read_frozen(self._tick)
         source = self.order.plan.resume.source
         if source == "fresh":
-            if state is not None:
-                state.fill_fresh(self.place.job.seed)
-                self.place.extra.fresh(state.tensors)
-            return Taken()
-        return self._from_storage() if source == "durable" else self._from_memory()
+            taken = self._fresh()
+        else:
+            taken = self._from_storage() if source == "durable" else self._from_memory()
+        self.groups.control.barrier()
+        return taken
+
+    def _fresh(self) -> Taken:
+        if self.state is not None:
+            self.state.fill_fresh(self.place.job.seed, self._tick)
+            self.place.extra.fresh(self.state.tensors)
+        return Taken()
 
     @doing("copying")
     def _from_storage(self) -> Taken:
@@ -102,6 +109,7 @@ class Takeover:
         tensors = {fqn: held for fqn, held in tensors.items() if fqn not in anew}
         checkpoint.check(spec for fqn, spec in specs.items() if fqn not in anew)
         told = self.order.me == 0 and "digest" in checkpoint.meta and not anew
+        checkpoint.tick = self._tick
         n_bytes = checkpoint.fill(tensors.values())
         return Taken(
             n_bytes=n_bytes, stored_digest=int(checkpoint.meta["digest"]) if told else None
@@ -111,6 +119,8 @@ class Takeover:
         plan, resume, place, me = self.order.plan, self.order.plan.resume, self.place, self.order.me
         assert resume.layout is not None
         step = self._agree_on_step() if resume.source == "live" else resume.step
+        if resume.source == "peer":  # NCCL waits for the first message of a pair within the call
+            self.groups.control.barrier()
         everyone = self.order.rendezvous.participants
         holders = holders_of(resume, everyone, place.profile.by_owners)
         old, new = (resume.layout, resume.layers), (plan.layout, plan.layers)
@@ -136,7 +146,9 @@ class Takeover:
         group, device = self.groups.wire
         if device.type == "cpu":
             self.groups.connect(self.groups.world, ends - {me})
-        moved = carry_out(transfers, me, read=read, write=write, group=group, device=device)
+        moved = carry_out(
+            transfers, me, read=read, write=write, group=group, device=device, tick=self._tick
+        )
         self.groups.check()
         given = tuple(
             (Box(t.fqn, t.offsets, t.sizes, t.dtype), read(t)) for t in transfers if t.source == me
@@ -151,6 +163,11 @@ class Takeover:
             given, tuple(self._found.values()), int(received.sum()), int(peaks.max()),
             behind=boundary(place.device),
         )  # fmt: skip
+
+    def _tick(self) -> None:
+        """While bytes come: this worker makes progress, and an abort ends what it does."""
+        self.groups.check()
+        self.place.at_phase("loading", 0)
 
     def _agree_on_step(self) -> int:
         """The boundary at which the old generation stopped: all its ranks must have stopped at the

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import sys
 
-import torch
-
 from elastic.config.masking import masked_text
 from elastic.errors import (
     DataUnread,
@@ -23,7 +21,7 @@ from elastic.errors import (
 from elastic.types import FailureKind
 from elastic.user_frames import log_text, raised_at, user_traceback
 from elastic.worker.process.call_log import MISMATCH
-from elastic.worker.process.cuda_errors import ASSERT, MEMORY, cuda_error, device_lost
+from elastic.worker.process.cuda_errors import ASSERT, cuda_error, device_lost, out_of_memory
 from elastic.worker.process_groups.reach import PeersUnreached
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.session.loss_probe import LayoutDiffers
@@ -31,11 +29,9 @@ from elastic.worker.step.faulty_rank import Tripped
 
 
 def kind_of(error: BaseException) -> FailureKind:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if out_of_memory(error):
         return "out_of_memory"
     if said := cuda_error(error):
-        if any(words in said for words in MEMORY):
-            return "out_of_memory"
         return "device" if device_lost(error) and ASSERT not in said else "program"
     if isinstance(error, StateLost | StorageDamaged | StorageFull):
         return "infrastructure"

@@ -105,16 +105,18 @@ def carry_out(
     group: dist.ProcessGroup,
     device: torch.device,
     sizes: Sizes | None = None,
+    tick: Callable[[], object] = lambda: None,
 ) -> TransferStats:
     """Moves every region from its source to its destination.
 
     `transfers`: those of participant `me` at least; `read(transfer)` gives the source region,
     `write(transfer)` the destination region (views). `device`: what memory the group takes (cpu =
     gloo, cuda = NCCL); others are staged there. `sizes`: those of the device, where they are not
-    given; the same for every participant. Raises StateLost, naming the chunk, when a sum is wrong.
+    given; the same for every participant. `tick`: called as messages are posted and come. Raises
+    StateLost, naming the chunk, when a sum is wrong.
     """
     sizes = sizes or sizes_of(device.type)
-    return _Exchange(transfers, me, read, write, group, device, sizes).run()
+    return _Exchange(transfers, me, read, write, group, device, sizes, tick).run()
 
 
 # staging buffers in host memory stay for the next move: memory that was touched before is fast
@@ -140,6 +142,7 @@ class _Exchange:
     group: dist.ProcessGroup
     device: torch.device
     sizes: Sizes
+    tick: Callable[[], object]
 
     def __post_init__(self) -> None:
         transfers, me, sizes = self.transfers, self.me, self.sizes
@@ -168,6 +171,7 @@ class _Exchange:
         coming = self._rounds()
         ready = next(coming, None)
         while ready or flying:
+            self.tick()
             while ready and len(flying) < AHEAD and (not flying or self._fits(ready)):
                 self._post(ready)
                 flying.append(ready)

@@ -218,9 +218,10 @@ class TrainState:
             out[box.fqn] = (box, tensor)
         return out
 
-    def fill_fresh(self, seed: int) -> None:
+    def fill_fresh(self, seed: int, tick: Callable[[], object] = lambda: None) -> None:
         """Step 0: every rank reads its own boxes of the program's weights; without any it
-        initializes the whole model on the CPU under the job's seed and keeps its own boxes."""
+        initializes the whole model on the CPU under the job's seed and keeps its own boxes. `tick`:
+        called as they are read."""
         self.rng[0], self.rng[1] = seed, 0
         first = first_values(self.profile)
         for fqn, (_, tensor) in self.tensors.items():
@@ -228,7 +229,7 @@ class TrainState:
                 tensor.fill_(first.get(fqn, 0.0))
         if self.program.weights is not None:
             mine = {fqn: held for fqn, held in self.tensors.items() if fqn.startswith("model.")}
-            left = fill(self.program, self.profile.specs, mine, seed=seed)
+            left = fill(self.program, self.profile.specs, mine, seed=seed, tick=tick)
             made = (
                 fresh_buffers(self.program, seed, self.profile) if left else {}
             )  # a whole model, on the CPU
@@ -246,10 +247,11 @@ class TrainState:
                 if fqn.startswith("model."):
                     tensor.copy_(cut(source[fqn.removeprefix("model.")].detach(), box))
 
-    def read_frozen(self) -> None:
-        """What no other rank sends: frozen weights, from where they lie."""
+    def read_frozen(self, tick: Callable[[], object] = lambda: None) -> None:
+        """What no other rank sends: frozen weights, from where they lie. `tick`: called as they are
+        read."""
         if self.frozen:
-            fill(self.program, self.profile.specs, self.frozen, seed=0)
+            fill(self.program, self.profile.specs, self.frozen, seed=0, tick=tick)
 
     def release_frozen(self) -> None:
         """Gives up the memory of the frozen weights, whoever still refers to them: nobody takes

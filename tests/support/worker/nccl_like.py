@@ -12,8 +12,9 @@ generation on it, all on the CPU.
   `abort` ends first where they hang; it may raise or take long.
 - Calls are counted when they are enqueued, and run in that order, `late_s` after it: inputs are
   read then.
-- Ranks are connected by the first call of a kind, and by the first message between two: a step may
-  not make one (only the world, whose messages move the state, is free to).
+- Ranks are connected by the first call of a kind, and by the first message between two, which waits
+  for the other one's no longer than set-up does: a step may not make one (only the world, whose
+  messages move the state, is free to).
 - An all-to-all without sizes fails, as torch's does over NCCL 2.28 and later where communicators can
   be aborted while they are set up: it takes "in progress" for an error.
 - Tensors of host memory are refused beside those of the device, and so are types that NCCL does not
@@ -32,8 +33,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -50,11 +52,12 @@ NAME = "nccllike"
 FEW_BYTES = 4096
 COPIES = "peer-copy"  # the name of their threads
 WRONG = 7.0  # what an aborted operation leaves in its outputs
-# that the first use waits for the other ranks; NCCL waits for TORCH_NCCL_NONBLOCKING_TIMEOUT
+# that the first use, and the first message of a pair, wait for the other ranks; NCCL waits for
+# TORCH_NCCL_NONBLOCKING_TIMEOUT
 SET_UP_S = 5.0
 ENDS_S = 60.0  # that abort and shutdown wait for kernels; then they raise, as torch does
 LOOK_S = 0.0005
-GATHER, SCATTER = "all-gather", "reduce-scatter"
+GATHER, SCATTER, MESSAGE = "all-gather", "reduce-scatter", "message "
 NO_TYPE = (torch.int16, torch.complex64, torch.complex128)  # of NCCL's
 
 
@@ -90,6 +93,7 @@ class DeviceWork(dist.Work):
     ) -> None:
         super().__init__()
         self.of, self.outputs = of, outputs
+        self.connects: Callable[[], None] | None = None  # the host waits for that too
         self.over = threading.Event()
         with NcclLike.lock:
             NcclLike.on_device.add(self)
@@ -122,6 +126,8 @@ class DeviceWork(dist.Work):
         return self.over.is_set() or self.of.gone.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.connects is not None:
+            self.connects()
         while not self.over.wait(LOOK_S):
             if self.of.gone.is_set():
                 break
@@ -225,11 +231,31 @@ class NcclLike(dist.ProcessGroup):
                 )
         self.set_up = True
 
-    def _connect(self, kind: str) -> None:
-        new = kind and kind not in self.connected and not self.warming
-        if NcclLike.strict and new and self.known_as != "0":
+    def _connect(self, kind: str) -> Callable[[], None] | None:
+        """Whoever waits for the call waits for what is returned too."""
+        new = bool(kind) and kind not in self.connected
+        if NcclLike.strict and new and not self.warming and self.known_as != "0":
             raise AssertionError(f"the first {kind} in this group comes within a step")
         self.connected.add(kind)
+        if not new or not kind.startswith(MESSAGE):
+            return None
+        way, peer = kind.removeprefix(MESSAGE).split()
+        with suppress(RuntimeError):  # a store that has ended
+            self.store.set(f"{self.me} {way} {peer}", "")
+        other = f"{peer} {'from' if way == 'to' else 'to'} {self.me}"
+        return partial(self._wait_for_pair, other, time.monotonic() + SET_UP_S)
+
+    def _wait_for_pair(self, other: str, ends_s: float) -> None:
+        while not self.gone.wait(LOOK_S):
+            try:
+                if self.store.check([other]):
+                    return
+            except RuntimeError:  # the store has ended
+                return
+            if time.monotonic() > ends_s:
+                raise dist.DistBackendError(
+                    f"NCCL communicator: the first message, {other}, has not come"
+                )
 
     def _all_came(self) -> bool:
         try:
@@ -254,13 +280,15 @@ class NcclLike(dist.ProcessGroup):
         if not self.set_up:
             with self.uses:
                 self._set_up()
-        self._connect(kind)
+        connects = self._connect(kind)
         self.n_enqueued += 1
         if NcclLike.dies_after is not None:
             if NcclLike.dies_after == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             NcclLike.dies_after -= 1
-        return DeviceWork(self, lambda: call(self.kernels), filled)
+        work = DeviceWork(self, lambda: call(self.kernels), filled)
+        work.connects = connects
+        return work
 
     # --------------------------------------------------------------------------- as a process group
 
@@ -311,12 +339,12 @@ class NcclLike(dist.ProcessGroup):
 
     def send(self, tensors: Any, to_rank: int, tag: int = 0) -> dist.Work:
         return self._run(
-            lambda to: to.send(tensors, to_rank, tag), tensors, (), kind=f"message to {to_rank}"
+            lambda to: to.send(tensors, to_rank, tag), tensors, (), kind=f"{MESSAGE}to {to_rank}"
         )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
         return self._run(
-            lambda to: to.recv(tensors, source, tag), (), tensors, kind=f"message from {source}"
+            lambda to: to.recv(tensors, source, tag), (), tensors, kind=f"{MESSAGE}from {source}"
         )
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:

@@ -20,6 +20,7 @@ from torch import Tensor
 from elastic.errors import SpecError, StorageDamaged
 from elastic.reshard.rank_boxes import boxes, state_specs
 from elastic.storage import LocalStorage, Storage, open_storage
+from elastic.storage.local import PART_BYTES as LOCAL_PART_BYTES
 from elastic.types import Box, TensorSpec
 from elastic.worker.checkpoint import checkpoint_writer
 from elastic.worker.checkpoint.blob import decode_blob, digest_of, find_data
@@ -165,6 +166,28 @@ def test_large_blobs_are_read_straight_into_their_place(
     assert torch.equal(
         checkpoint.read(Box("w", (100, 250), (2800, 500), "float32")), value[100:2900, 250:750]
     )
+
+
+@pytest.mark.parametrize("first_row", [0, 1], ids=["straight", "through scratch memory"])
+def test_who_reads_is_asked_as_bytes_come_whether_to_read_on(
+    storage: Storage, first_row: int
+) -> None:
+    checkpoint, asked, most = open_checkpoint(write_large(storage)[0]), list[int](), 1 << 30
+    rows = Box("w", (first_row, 0), (1500 - first_row, 1000), "float32")
+
+    def tick() -> None:
+        asked.append(1)
+        if len(asked) >= most:
+            raise ConnectionAbortedError("generation 3 was aborted")
+
+    checkpoint.tick = tick
+    checkpoint.read(rows)
+    assert len(asked) > rows.n_bytes // LOCAL_PART_BYTES, "of each part"
+    asked.clear()
+    most = 3
+    with pytest.raises(ConnectionAbortedError):
+        checkpoint.read(rows)
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize("at", ["head", "memory", "end"])

@@ -202,9 +202,10 @@ def test_who_writes_for_minutes_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_that_ranks_write_is_passed_on_seldom_however_many_they_are() -> None:
-    gather, said = gathering(lambda parts: None), Progress(ME, 1, "saving")
-    passed = [len(gather.add(ME, said, at_s)) for at_s in (0.0, 1.0, 29.0, 31.0, 60.0, 62.0)]
-    assert passed == [1, 0, 0, 1, 0, 1]
+    gather, at = gathering(lambda parts: None), (0.0, 1.0, 29.0, 31.0, 60.0, 62.0)
+    for phase in ("saving", "loading"):
+        said = Progress(ME, 1, phase)
+        assert [len(gather.add(ME, said, at_s)) for at_s in at] == [1, 0, 0, 1, 0, 1]
 
 
 def test_a_copy_that_must_be_is_written_after_the_one_before(

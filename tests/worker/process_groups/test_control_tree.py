@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from support.worker.thread_ranks import Ranks, joined
 from elastic.errors import PeerGarbled
 from elastic.types import Layout
 from elastic.types.grid import MESH_MOST, ROW, control_tree
+from elastic.worker.process_groups.control_tree import ENTERING_TIMEOUT, Control
 from elastic.worker.process_groups.groups import Groups
 
 MAX = dist.ReduceOp.MAX
@@ -136,3 +140,25 @@ def test_what_32_ranks_ask_of_the_store_and_what_they_keep_open() -> None:
         assert n_connections + 4 * n_groups <= n_open <= n_connections + 4 * n_groups + 32, (
             "a few are the store's"
         )
+
+
+@pytest.mark.parametrize("highest", [True, False])
+@pytest.mark.parametrize("timeout", [None, ENTERING_TIMEOUT])
+def test_a_sum_waits_as_long_as_it_is_told_in_each_row(
+    highest: bool, timeout: timedelta | None
+) -> None:
+    waits: dict[str, timedelta] = {}
+
+    class Row:
+        def __getattr__(self, name: str) -> Any:
+            def call(_: Any, options: Any) -> Any:
+                waits[name] = options.timeout
+                return SimpleNamespace(wait=lambda: None)
+
+            return call
+
+    control = Control(0, 24, [Row(), Row()], highest=highest).again()  # type: ignore[list-item]
+    control.timeout = timeout
+    control.barrier()
+    assert set(waits) == {"reduce", "broadcast"} | ({"allreduce"} if highest else set())
+    assert set(waits.values()) == {timeout or dist.AllreduceOptions().timeout}

@@ -77,7 +77,8 @@ def test_any_box_is_read(
         "c": torch.tensor(2.5),
         "d": torch.arange(9),
     }
-    files = SafetensorFiles(stored(tmp_path / "w", tensors, 2))
+    asked: list[int] = []
+    files = SafetensorFiles(stored(tmp_path / "w", tensors, 2), lambda: asked.append(1))
     boxes = [
         ("a", (0, 0), (7, 5)), ("a", (2, 1), (4, 3)), ("a", (6, 0), (1, 5)), ("b", (1, 0, 0), (3, 3,
         6)), ("c", (), ()), ("b", (1, 1, 0), (2, 2, 6)), ("b", (0, 0, 2), (4, 3, 3)), ("d", (4,),
@@ -88,6 +89,33 @@ def test_any_box_is_read(
         files.read_into(name, Box(name, offsets, sizes, "float32"), target)
         assert torch.equal(target, cut(tensors[name], Box(name, offsets, sizes, "float32")).float())
     files.close()
+    n_rows = sum(sizes[0] for _, _, sizes in boxes if sizes and 0 not in sizes)
+    few = len([sizes for _, _, sizes in boxes if sizes and 0 not in sizes])
+    assert few == len(asked) if chunk_bytes > 64 else few < len(asked) <= n_rows, "of each chunk"
+
+
+def test_who_reads_may_stop_between_chunks(tmp_path: Path) -> None:
+    path = stored(tmp_path / "w", random_weights("tiny_tied.py", torch.bfloat16), 1)
+    program = with_weights(path, "tiny_tied.py")
+    groups = Groups(0, Layout(), torch.device("cpu"))
+    state = TrainState(
+        program, trace(program), groups, layout=Layout(), layers=(4,), rank=0, job=Job()
+    )
+    asked: list[int] = []
+
+    def tick() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise ConnectionAbortedError("generation 3 was aborted")
+
+    with pytest.raises(ConnectionAbortedError):
+        state.fill_fresh(7, tick)
+    assert len(asked) == 3
+    state.frozen = {f: held for f, held in state.tensors.items() if f.startswith("model.")}
+    with pytest.raises(ConnectionAbortedError):
+        asked.clear()
+        state.read_frozen(tick)
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize("n_files", [1, 3])

@@ -70,6 +70,27 @@ def test_a_cuda_error_in_a_generation(said: str, kind: str, do: str, lost: bool,
     )
 
 
+@pytest.mark.parametrize(
+    ("peak_gb", "free_gb", "told_gb"), [(60, 1, 79), (79, 30, 79)], ids=["NCCL's", "torch's"]
+)
+def test_memory_that_gave_out_is_measured_before_any_is_freed(
+    peak_gb: int, free_gb: int, told_gb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's buffers are none of torch's, and go with the groups."""
+    made, events = session()
+    generation = Generation()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak_gb << 30)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda: ((80 if generation.done else free_gb) << 30, 80 << 30)
+    )
+    error = torch.distributed.DistBackendError("NCCL error: Cuda failure 2 'out of memory'")
+    made._failed(generation, error)  # type: ignore[arg-type]
+    (event,) = events
+    assert (event.kind, event.measured_bytes) == ("out_of_memory", told_gb << 30)
+    assert generation.done == ["well"]
+
+
 def test_a_cuda_error_while_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
     for said, kind, do in (
         ("unspecified launch failure", "device", ""),

@@ -21,7 +21,9 @@ from elastic.worker.session.session import Session
         ("evaluating", 0, 1, False),
         ("finishing", 0, 0, True),
         ("stepping", 0, 0, False),
-        ("loading", 0, 0, False),
+        ("loading", 0, 0, True),
+        ("loading", 1, 1, True),
+        ("loading", 1, None, False),
     ],
 )
 def test_once_a_minute_by_one_of_them(

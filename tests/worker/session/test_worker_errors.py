@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import InternalError, ProgramError, SpecError, StorageRefused
-from elastic.worker.process.cuda_errors import device_lost, is_assert
+from elastic.worker.process.cuda_errors import device_lost, is_assert, out_of_memory
 from elastic.worker.session.worker_errors import kind_of, print_error, text_of
 
 ADVICE = (
@@ -82,6 +82,33 @@ def test_other_errors_are_as_they_were() -> None:
         kind_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
         == "out_of_memory"
     )
+
+
+NCCL_SAID = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {what}, NCCL version "
+    "2.27.5\n{name}\nLast error:\n{last}"
+)
+UNHANDLED = "unhandled cuda error (run with NCCL_DEBUG=INFO for details)"
+OF_CUDA = "ncclUnhandledCudaError: Call to CUDA function failed."
+
+
+@pytest.mark.parametrize(
+    ("last", "kind"),
+    [
+        ("Cuda failure 2 'out of memory'", "out_of_memory"),
+        ("Cuda failure 'out of memory'", "out_of_memory"),
+        ("Failed to CUDA calloc 6291456 bytes", "out_of_memory"),
+        ("Failed to CUDA calloc async 2432 bytes", "out_of_memory"),
+        ("Failed to CUDA malloc 4194304 bytes", "out_of_memory"),
+        ("Cuda failure 1 'invalid argument'", "collective"),
+        ("socketProgress: Connection closed by remote peer", "collective"),
+    ],
+)
+def test_memory_that_nccl_lacks_is_no_broken_network(last: str, kind: str) -> None:
+    error = dist.DistBackendError(NCCL_SAID.format(what=UNHANDLED, name=OF_CUDA, last=last))
+    wrapped = ProgramError("Program.loss raised")
+    wrapped.__cause__ = error
+    assert kind_of(error) == kind and out_of_memory(wrapped) == (kind == "out_of_memory")
 
 
 def raised(call: Callable[[], object]) -> BaseException:
