@@ -203,19 +203,26 @@ def _weights(
 
 def _kept_as(checkpoint: Checkpoint, state: str) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """A weight's name in the checkpoint -> name, shape and type there of what the optimizer keeps
-    of it under `state`, where that has the weight's shape. Raises SpecError where it keeps none."""
+    of it under `state`. Raises SpecError where it does not keep that of all, or in another
+    shape."""
     if not state:
         return {}
-    begin, found, names = f"{OPTIM}{state}.", {}, set()
-    for fqn, (shape, dtype) in checkpoint.tensors.items():
+    kept: dict[str, set[str]] = {}
+    for fqn in checkpoint.tensors:
         if fqn.startswith(OPTIM):
-            names.add(fqn.split(".")[1])
-        weight = MODEL + fqn.removeprefix(begin)
-        if fqn.startswith(begin) and checkpoint.tensors.get(weight, ((),))[0] == shape and shape:
-            found[weight] = (fqn, shape, dtype)
+            _, name, weight = fqn.split(".", 2)
+            kept.setdefault(MODEL + weight, set()).add(name)
+    found = {}
+    for weight, names in kept.items():
+        fqn, (shape, _) = f"{OPTIM}{state}.{weight.removeprefix(MODEL)}", checkpoint.tensors[weight]
+        if checkpoint.tensors.get(fqn, (None, ""))[0] != shape:
+            raise SpecError(
+                f"--state {state}: of {weight.removeprefix(MODEL)} the optimizer keeps "
+                f"{', '.join(sorted(names))}, not this in its shape"
+            )
+        found[weight] = (fqn, *checkpoint.tensors[fqn])
     if not found:
-        listed = ", ".join(sorted(names)) or "nothing"
-        raise SpecError(f"--state {state}: of the weights the optimizer keeps {listed}, not this")
+        raise SpecError(f"--state {state}: the optimizer keeps nothing of the weights")
     return found
 
 

@@ -223,7 +223,7 @@ def _same_from_constants(
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
+    return torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def _counters(

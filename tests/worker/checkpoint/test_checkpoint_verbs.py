@@ -126,24 +126,6 @@ def test_weights_go_out_and_come_in_again(
     )
 
 
-def test_what_the_optimizer_keeps_of_the_weights_in_their_place(
-    program: Program, tmp_path: Path
-) -> None:
-    """As an average of them: under their names, and what it keeps nothing of beside it."""
-    profile = trace(program)
-    save_file(weights_of(trained(program)[0]), tmp_path / "in.safetensors")
-    run = run_of(tmp_path)
-    import_state(str(tmp_path / "in.safetensors"), run, wanted(program))
-    checkpoint_actions.export(run, None, str(tmp_path / "out"), state="exp_avg")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    for spec in profile.specs:
-        assert found[spec.fqn].shape == spec.shape and (spec.buffer or not found[spec.fqn].any())
-    with pytest.raises(
-        SpecError, match="--state ema: .* keeps exp_avg, exp_avg_sq, step, not this"
-    ):
-        checkpoint_actions.export(run, None, str(tmp_path / "not"), state="ema")
-
-
 def test_weights_of_a_scripts_run_in_bfloat16(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,7 +129,7 @@ def test_groups_made_ahead_are_dropped_while_the_running_ones_are_aborted() -> N
             assert running.wait(FREED_S)
 
     session = Session(WorkerId("n", 0), {}, "")
-    session._generation = SimpleNamespace(number=1, groups=Blocks(ahead, running))  # type: ignore[assignment]
+    session._generation = SimpleNamespace(number=1, groups=Blocks(ahead, running), loader=None)  # type: ignore[assignment]
     session._ahead = Ahead()  # type: ignore[assignment]
     try:
         session.order(WorkerOrder(Abort(1)))

@@ -237,6 +237,35 @@ def of_the_page(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return made
 
 
+class Typed(torch.optim.SGD):
+    """Counts in whole numbers, and keeps its moment in 16 bits."""
+
+    moment = torch.float32
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p]
+                if not kept:
+                    kept["n"] = torch.tensor(0)
+                    kept["mean"] = torch.zeros_like(p, dtype=self.moment)
+                kept["n"] += 1
+                kept["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+                p.sub_(kept["mean"], alpha=group["lr"])
+        return None
+
+
+class Half(Typed):
+    moment = torch.bfloat16
+
+
+def test_state_of_another_type_keeps_it() -> None:
+    """At its owner; a count is the same number in each."""
+    assert all(one.entries == ("mean",) and not one.form for one in kept(Typed))
+    assert all("bfloat16" in str(one.owned) for one in kept(Half))
+
+
 @pytest.mark.parametrize(
     ("kind", "copy"), [(Anchored, "anchor"), (around, "slow"), (of_the_page, "average")]
 )

@@ -156,7 +156,7 @@ def test_the_host_waits_once_in_a_step_of_a_loop() -> None:
     groups = Groups(0, Layout(), torch.device("cpu"))
     program = LoopProgram(**{**vars(TINY), "count": None})
     stepper = stepper_on(groups, 0, 1, program)
-    run, said = Run(program, {}), []
+    run, said = Run(program, torch.optim.SGD([torch.zeros(1)])), []
 
     def say(word: HandoffMessage) -> Any:
         said.append(word)
