@@ -45,7 +45,8 @@ FOLDER, LIMIT_BYTES = "ELASTIC_CACHE", 20 << 30
 BLOCK_BYTES = 4 << 20
 SUM_BYTES = 8
 RANGE_BYTES, WHOLE_EVERY = 64 << 10, 64
-CHECKED_MOST = 1 << 18  # blocks that a process remembers as checked, or what the limit holds of 4 MB
+# blocks that a process remembers as checked, or as many of BLOCK_BYTES as the limit holds
+CHECKED_MOST = 1 << 18
 N_LOCKS = 64  # blocks share them
 USED_EVERY_S = 60.0  # how exactly the last use of a block is noted
 ROOM = 0.9  # of the limit that is left when blocks had to go

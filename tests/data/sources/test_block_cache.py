@@ -218,9 +218,7 @@ def test_of_files_that_do_not_fit_little_more_is_fetched_than_is_read(
     assert 1 <= len(blocks(cache)) <= 5  # some of them: what nearly fits comes from the disk
 
 
-def test_of_files_that_do_not_fit_whole_blocks_are_kept_while_there_is_room(
-    tmp_path: Path,
-) -> None:
+def test_of_files_that_do_not_fit_whole_blocks_are_kept_while_there_is_room(tmp_path: Path) -> None:
     """Each sample is a block, in another order each time: half of the files are in the cache."""
     large, draw, passes = remote(tmp_path, 100), Random(0), list[float]()
     cache = BlockCache(limit_bytes=50 * (BLOCK + 8))

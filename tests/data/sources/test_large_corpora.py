@@ -180,8 +180,7 @@ def save(folder: Path, n_files: int) -> None:
 def far(root: Path, pattern: str, leave_out: tuple[str, ...]) -> Files:
     """As if they lay in object storage: pyarrow reads them through `Files.read`."""
     here = real_local(root, pattern, leave_out)
-    storage = open_storage(here.root)
-    return Files(None, storage, here.names, here.sizes, here.changed_s, BlockCache())
+    return Files(None, open_storage(root), here.names, here.sizes, here.changed_s, BlockCache())
 
 
 def parquets(folder: Path, n_files: int) -> None:
