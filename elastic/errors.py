@@ -113,6 +113,12 @@ OF_DATASETS = (
 )  # fmt: skip
 
 
+def is_of_node(error: BaseException) -> bool:
+    """Does a system call report it of a node's disk or network, rather than of what was asked for?
+    Errors without a number are of libraries, which have read what they cannot use."""
+    return isinstance(error, OSError) and error.errno not in (None, *OF_DATASETS)
+
+
 def unwritten(trouble: BaseException, text: str) -> ElasticError:
     """What a driver ends with that could not write what it owes: a full disk is the user's to mend,
     the rest passes."""

@@ -9,12 +9,12 @@ import numpy as np
 
 from elastic.data.budget import Microbatch
 from elastic.errors import (
-    OF_DATASETS,
     DataUnread,
     ElasticError,
     ProgramError,
     StorageFailed,
     StorageRefused,
+    is_of_node,
 )
 from elastic.text import n_of
 
@@ -170,12 +170,10 @@ class Unread(Exception):
 
 
 def _kind_of(error: Exception) -> type[ElasticError]:
-    """Storage, and what a system call reports of the node, are no fault of the program. Errors
-    without a number are of libraries, which have read what they cannot use: a damaged picture."""
+    """Storage, and what a system call reports of the node, are no fault of the program."""
     if isinstance(error, StorageFailed | StorageRefused):
         return type(error)
-    of_node = isinstance(error, OSError) and error.errno not in (None, *OF_DATASETS)
-    return DataUnread if of_node else ProgramError
+    return DataUnread if is_of_node(error) else ProgramError
 
 
 def few_samples(n_samples: int, global_batch: int) -> str:

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -50,9 +51,11 @@ def _of_another(folder: Path, uri: str) -> bool:
 
 
 def _left_out(file: Path) -> None:
-    """Of what `ray job submit --working-dir .` uploads, and of what git adds: runs made there."""
-    if not os.path.lexists(file):
-        file.write_text("*\n")
+    """Of what `ray job submit --working-dir .` uploads, and of what git adds: runs made there. A
+    courtesy: the folder may be another's, who let only the run's own be written."""
+    with suppress(OSError):
+        if not os.path.lexists(file):
+            file.write_text("*\n")
 
 
 @dataclass(frozen=True)

@@ -511,3 +511,20 @@ def test_runs_that_were_tried_in_a_repository_are_not_uploaded_with_it(
     (tmp_path / "elastic_runs" / ".gitignore").write_text("# theirs\n")
     place.open_journal(2, StoredJournal()).close()
     assert (tmp_path / "elastic_runs" / ".gitignore").read_text() == "# theirs\n"
+
+
+def test_a_run_begins_in_a_folder_of_which_only_its_own_part_may_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    real = Path.write_text
+
+    def refused(path: Path, text: str) -> int:
+        if path.name == ".gitignore":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, text)
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    place = RunFolder.of(open_storage("elastic_runs/mine"))
+    place.open_journal(1, StoredJournal()).close()
+    assert not (tmp_path / "elastic_runs" / ".gitignore").exists()

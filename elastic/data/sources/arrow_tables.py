@@ -21,7 +21,7 @@ from elastic.data.progress import gets_on
 from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.files import Files, files_at
 from elastic.data.sources.records import IndexArray, Record, Records
-from elastic.errors import SpecError
+from elastic.errors import ElasticError, SpecError, is_of_node
 
 KEPT_BYTES = 256 << 20  # of decoded row groups or batches, the last used ones; one may be larger
 FILES_KEPT = 8  # open at once
@@ -129,6 +129,8 @@ class _Tables(Records):
         try:
             yield
         except (pyarrow.ArrowInvalid, OSError) as error:
+            if isinstance(error, ElasticError) or is_of_node(error):
+                raise
             raise SpecError(
                 f"{self.files.uri(n)}: no whole {self.form} ({_line(error)})"
             ) from error

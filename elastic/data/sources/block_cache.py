@@ -11,7 +11,8 @@ from data once.
 
 A block is checked when a process first reads it; one that is cut off or altered is fetched again.
 Where the blocks exceed `limit_bytes`, those that were not used for the longest time go. Where the
-files do not fit, one miss of WHOLE_EVERY brings a block, the others only what is asked for.
+files do not fit, one miss of WHOLE_EVERY brings a block, and one that asks for half of it or more
+does while there is room; the others bring only what is asked for.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ FOLDER, LIMIT_BYTES = "ELASTIC_CACHE", 20 << 30
 BLOCK_BYTES = 4 << 20
 SUM_BYTES = 8
 RANGE_BYTES, WHOLE_EVERY = 64 << 10, 64
+# blocks that a process remembers as checked, or as many of BLOCK_BYTES as the limit holds
+CHECKED_MOST = 1 << 18
 N_LOCKS = 64  # blocks share them
 USED_EVERY_S = 60.0  # how exactly the last use of a block is noted
 ROOM = 0.9  # of the limit that is left when blocks had to go
@@ -82,7 +85,7 @@ class BlockCache:
                 f"cache {self.folder}: a limit of {limit_bytes} bytes holds no block of "
                 f"{BLOCK_BYTES}"
             )
-        # name of a block -> inode that was found right; as many as the limit holds, the last used
+        # name of a block -> inode that was found right; the last used
         self._checked: OrderedDict[str, int] = OrderedDict()
         self._counted, self._missed = False, 0
         self._last = ("", 0, b"")  # range that was fetched: digest of its file, first byte, bytes
@@ -136,21 +139,23 @@ class BlockCache:
         return found
 
     def _range(self, file: Remote, number: int, skip: int, *, n: int) -> bytes | None:
-        """Without its block; None = it is the turn of a whole one. Where it follows on the last
+        """Without its block; None = the whole one is to be kept. What is full stays as it is: each
+        miss in place of what was not used for the longest time would leave little of it until
+        that is read again. Where it follows on the last
         one, twice as much is fetched: a file may be read in small pieces from its beginning to its
         end."""
-        digest, at = file.digest, number * BLOCK_BYTES
+        digest, at, n_block = file.digest, number * BLOCK_BYTES, _block_bytes(file, number)
         offset = at + skip
         of, first, data = self._last
         follows = of == digest and first <= offset <= first + len(data)
         if not follows or offset + n > first + len(data):
             self._missed += 1
-            if self._missed % WHOLE_EVERY == 0:
+            if self._missed % WHOLE_EVERY == 0 or (2 * n >= n_block and self._has_room(n_block)):
                 return None
             ahead = 2 * len(data) if follows else 0
             first = offset - skip % RANGE_BYTES
             n_ranges = -(-max(offset + n - first, ahead) // RANGE_BYTES)
-            stop = min(first + n_ranges * RANGE_BYTES, at + _block_bytes(file, number))
+            stop = min(first + n_ranges * RANGE_BYTES, at + n_block)
             data = self._fetched(file, first, stop - first)
             self._last = digest, first, data
         return data[offset - first : offset - first + n]
@@ -180,7 +185,7 @@ class BlockCache:
                 os.utime(handle, (now_s, now_s))
             self._checked.pop(path.name, None)
             self._checked[path.name] = at.st_ino
-            if len(self._checked) > self.limit_bytes // BLOCK_BYTES:
+            if len(self._checked) > max(CHECKED_MOST, self.limit_bytes // BLOCK_BYTES):
                 self._checked.popitem(last=False)
             return found
         finally:
@@ -232,6 +237,10 @@ class BlockCache:
             if total > self.limit_bytes:
                 total = self._evict()
             (self.folder / "bytes").write_text(str(total))
+
+    def _has_room(self, n_bytes: int) -> bool:
+        """For a block, so that none has to go."""
+        return self._total() + n_bytes + SUM_BYTES <= ROOM * self.limit_bytes
 
     def _total(self) -> int:
         try:

@@ -57,11 +57,21 @@ class TrackerLink:
         """The newest step that the library has taken."""
         return self._known
 
-    def put(self, point: TrackerPoint) -> None:
+    def put(self, point: TrackerPoint, live: bool = True) -> None:
+        """Where it is read from the journal (not `live`), which is faster than any library, waits
+        until half of the room is free, which stays for live ones, as long as the library takes any;
+        then it is refused. Live ones never wait."""
+        most = WAITING_MOST if live else WAITING_MOST // 2
         with self._changed:
             if point.step <= self._known:
                 return
-            if len(self._points) >= WAITING_MOST or self._full:
+            if not live and not self._full and len(self._points) >= most:
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: len(self._points) < most or self._left or self._outcome is not None,
+                    SILENT_S,
+                )
+            if len(self._points) >= most or self._full:
                 # with the next one it would know a newer step, and nobody would miss this one
                 self._refuse(point.step)
                 return

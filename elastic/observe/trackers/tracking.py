@@ -39,7 +39,7 @@ class Tracking:
         self._place, self._spec, self._trackers = place, spec, trackers
         self._links: dict[str, TrackerLink] = {}
         self._points = TrackerPoints(self._put)
-        self._outcome = ""
+        self._outcome, self._live = "", False  # the entry that was taken last: by this driver?
         self._kept_s = time.monotonic()
 
     def take(self, change: Change, numbers: RunNumbers, live: bool) -> None:
@@ -47,6 +47,7 @@ class Tracking:
         if not self._links and state.first_started_at_s is not None:
             self._open(state)
         self._outcome = state.phase if state.phase in ENDED else ""
+        self._live = live
         self._points.take(change, numbers, live)
 
     def standing(self) -> dict[str, Any]:
@@ -71,6 +72,7 @@ class Tracking:
 
     def close(self) -> None:
         """Nothing more is read. Waits a bounded time until all is sent."""
+        self._live = True
         self._points.close()
         for link in self._links.values():
             link.end(self._outcome)
@@ -81,7 +83,7 @@ class Tracking:
 
     def _put(self, point: TrackerPoint) -> None:
         for link in self._links.values():
-            link.put(point)
+            link.put(point, self._live)
 
     def _open(self, state: State) -> None:
         job = self._spec.model_dump(include=set(CONFIG))

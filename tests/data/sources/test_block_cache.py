@@ -160,15 +160,37 @@ def test_a_full_disk_only_costs_time(
     assert "No space left" in caplog.text and bool(blocks(cache)) == (refused != "block")
 
 
-def test_what_is_remembered_of_blocks_is_bounded(far: Remote) -> None:
+def test_what_is_remembered_of_blocks_is_bounded(
+    far: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where another process removes them."""
+    monkeypatch.setattr(module, "CHECKED_MOST", 7)
     cache = BlockCache(limit_bytes=5 * (BLOCK + 8))
     for number in range(11):
         for offset in (0, 1):  # fetched; from the disk, and checked
             cache.read(far, number * BLOCK + offset, 1)
         (path,) = blocks(cache)
         path.unlink()
-    assert len(cache._checked) == 5
+    assert len(cache._checked) == 7
+
+
+def test_blocks_of_small_files_are_checked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than whole blocks would fit."""
+    storage, cache = LocalStorage(tmp_path / "far"), BlockCache(limit_bytes=5 * (BLOCK + 8))
+    names, summed, real = [f"{n:02d}" for n in range(16)], list[int](), module._sum
+    for name in names:
+        storage.put(name, os.urandom(BLOCK // 4))
+    monkeypatch.setattr(module, "_sum", lambda data: summed.append(1) or real(data))
+    counts = []
+    for _ in range(3):  # fetched; from the disk, and checked; from the disk
+        del summed[:]
+        for name in names:
+            file = Remote(storage, name, BLOCK // 4, 1.0)
+            assert cache.read(file, 10, 20) == storage.read(name, 10, 20)
+        counts.append(len(summed))
+    assert counts == [16, 16, 0]
 
 
 def remote(folder: Path, n_blocks: int) -> Remote:
@@ -194,6 +216,22 @@ def test_of_files_that_do_not_fit_little_more_is_fetched_than_is_read(
     fetched = read_bytes(large) / 1000
     assert fetched < 3 * module.RANGE_BYTES
     assert 1 <= len(blocks(cache)) <= 5  # some of them: what nearly fits comes from the disk
+
+
+def test_of_files_that_do_not_fit_whole_blocks_are_kept_while_there_is_room(tmp_path: Path) -> None:
+    """Each sample is a block, in another order each time: half of the files are in the cache."""
+    large, draw, passes = remote(tmp_path, 100), Random(0), list[float]()
+    cache = BlockCache(limit_bytes=50 * (BLOCK + 8))
+    cache.expect(2 * cache.limit_bytes)
+    for _ in range(3):
+        before = read_bytes(large)
+        for number in draw.sample(range(100), 100):
+            data = cache.read(large, number * BLOCK, BLOCK)
+            assert data == large.storage.read(large.key, number * BLOCK, BLOCK)
+            before += BLOCK  # what was compared with
+        passes.append((read_bytes(large) - before) / large.n_bytes)
+    assert passes[0] == 1.0 and max(passes[1:]) <= 0.75
+    assert sum(path.stat().st_size for path in blocks(cache)) <= cache.limit_bytes
 
 
 def test_of_files_that_do_not_fit_small_pieces_in_a_row_are_fetched_together(

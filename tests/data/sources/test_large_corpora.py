@@ -7,6 +7,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
+from errno import EIO
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,13 @@ from elastic.data.sources.array_file import ArrayWriter
 from elastic.data.sources.arrow_tables import FILES_KEPT, HuggingFace, Parquet
 from elastic.data.sources.block_cache import BlockCache
 from elastic.data.sources.corpus import TokenFiles, Tokenized
-from elastic.data.sources.files import files_at
+from elastic.data.sources.files import Files, files_at
 from elastic.data.sources.records import Columns, Jsonl
 from elastic.data.sources.tokenizers import Bytes
+from elastic.errors import SpecError, StorageFailed, StorageRefused
+from elastic.storage import open_storage
 
+real_local = files_module._local
 FEW, MANY = 20_000, 60_000  # documents
 MOST_BYTES = 2.0  # of memory for each more of them: a number on disk takes 8
 
@@ -171,6 +175,52 @@ def save(folder: Path, n_files: int) -> None:
             stream.write_table(table)
     state = {"_data_files": [{"filename": name} for name in names]}
     (folder / "state.json").write_text(json.dumps(state))
+
+
+def far(root: Path, pattern: str, leave_out: tuple[str, ...]) -> Files:
+    """As if they lay in object storage: pyarrow reads them through `Files.read`."""
+    here = real_local(root, pattern, leave_out)
+    return Files(None, open_storage(root), here.names, here.sizes, here.changed_s, BlockCache())
+
+
+def parquets(folder: Path, n_files: int) -> None:
+    for n in range(n_files):
+        table = pyarrow.table({"x": [n, n + 1], "y": [float(n)] * 2})
+        pyarrow.parquet.write_table(table, folder / f"{n:05d}.parquet")
+
+
+@pytest.mark.parametrize("error", [StorageFailed("x"), StorageRefused("x"), OSError(EIO, "x")])
+@pytest.mark.parametrize(("write", "opened"), [(save, HuggingFace), (parquets, Parquet)])
+def test_a_file_that_cannot_be_opened_again_is_not_taken_for_a_damaged_one(
+    write: Callable[[Path, int], None],
+    opened: Callable[..., HuggingFace | Parquet],
+    error: OSError,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All through a run: few are open at once."""
+    n_files = FILES_KEPT + 1
+    write(tmp_path, n_files)
+    monkeypatch.setattr("elastic.data.sources.files._local", far)
+    found = opened(tmp_path)
+    assert [found[2 * n]["x"] for n in range(n_files)] == [*range(n_files)]
+
+    def fails(*_: object) -> bytes:
+        raise error
+
+    found._kept.clear()
+    with monkeypatch.context() as away:
+        away.setattr(Files, "read", fails)
+        with pytest.raises(OSError) as seen:
+            found[0]
+        assert type(seen.value) is type(error) and seen.value.errno == error.errno
+    assert found[0]["x"] == 0
+    found._open.clear()
+    found._kept.clear()
+    with monkeypatch.context() as away:
+        away.setattr(Files, "read", lambda *_: b"")
+        with pytest.raises(SpecError, match=f"no whole {found.form}"):
+            found[1]
 
 
 def test_few_files_of_a_saved_dataset_are_open(tmp_path: Path) -> None:

@@ -257,6 +257,66 @@ def test_one_that_does_not_keep_up_has_the_rest_from_the_next_driver(
     assert took == [*range(1, 11)]
 
 
+def test_a_journal_is_read_no_faster_than_the_library_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It opens later than all of it could be read, and has every step from this driver."""
+    monkeypatch.setattr(tracker_link, "WAITING_MOST", 8)
+    monkeypatch.setattr(TrackerLink, "_work", lambda self: None)
+    link, took = TrackerLink("wandb", RUN, mark=tmp_path / "m", output=tmp_path / "o"), list[int]()
+
+    def library() -> None:
+        time.sleep(0.3)  # sleeps: as long as it opens
+        while not took or took[-1] < 53:
+            with link._changed:
+                assert link._changed.wait_for(lambda: link._points, WITHIN_S)
+                took.extend(one.step for one in link._points)
+            answer = [json.dumps({"told": took[-1]})]
+            link._hear(SimpleNamespace(stdout=answer))  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=library, daemon=True)
+    thread.start()
+    for step in range(1, 54):
+        link.put(TrackerPoint(step, 1.0, {}), live=step > 50)
+    assert not caplog.records, "none is refused"
+    thread.join(WITHIN_S)
+    assert took == [*range(1, 54)]
+
+
+def test_only_steps_of_earlier_drivers_may_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "CLOSE_MOST_S", 0.0)
+    monkeypatch.setattr(TrackerLink, "_work", lambda self: None)
+    put = dict[int, bool]()
+    monkeypatch.setattr(
+        TrackerLink, "put", lambda self, point, live: put.setdefault(point.step, live)
+    )
+    given = lines()
+    driver(tmp_path / "run", [], [], given[:8])
+    driver(tmp_path / "run", ["wandb"], given[:8], attached(given, 8))
+    assert [*put] == [*range(1, 13)] and not put[1] and put[12]
+    assert [*put.values()] == sorted(put.values())
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_library_that_takes_nothing_holds_the_reading_up_once(
+    ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at all where the run ends."""
+    monkeypatch.setattr(tracker_link, "WAITING_MOST", 8)
+    monkeypatch.setattr(tracker_link, "SILENT_S", 2 * FOREVER_S if ended else 0.2)
+    monkeypatch.setattr(TrackerLink, "_work", lambda self: None)
+    link = TrackerLink("wandb", RUN, mark=tmp_path / "mark.json", output=tmp_path / "out.log")
+    if ended:
+        threading.Timer(0.2, link.end, ("stopped",)).start()
+    began_s = time.monotonic()
+    for step in range(1, 1000):
+        link.put(TrackerPoint(step, 1.0, {}), live=False)
+    assert 0.15 < time.monotonic() - began_s < FOREVER_S
+    assert [one.step for one in link._points] == [1, 2, 3, 4], "the next driver sends the rest"
+
+
 def test_points_are_sent_in_batches_but_the_first_and_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
