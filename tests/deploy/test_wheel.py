@@ -78,7 +78,8 @@ def own(tmp_path: Path) -> Path:
             if name:
                 (tmp_path / name[1]).write_text(found.text)
     mounts, start = (found.text for found in blocks(PAGE, "yaml")[1:])
-    (command,) = yaml.safe_load(start)
+    command, of_own_hosts = yaml.safe_load(start)
+    assert of_own_hosts.startswith("END=")
     text = (ROOT / "cluster_configs" / "aws_g6e_g5_cheap.yaml").read_text()
     cluster = yaml.safe_load(text) | yaml.safe_load(mounts)
     commands = cluster["worker_start_ray_commands"]
