@@ -407,6 +407,7 @@ class Script:
         extra.load(state.tensors)
         run.model.attach(state.model)
         run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, job.steps
+        run.n_shares = plan.layout.dp
         run.step_index = state.step
         run.calls.enter(plan.generation)
         return program
