@@ -136,6 +136,10 @@ def test_a_validation_passes_no_more_rows_at_once_than_the_arguments_say(tmp_pat
             value = sum(float(program.evaluation(model, batch)) for batch in batches)
         assert set(n_rows) == {size} and len(n_rows) == 12 // size
         found[size, n_shares] = value
+        if n_shares == 1:
+            n_rows.clear()
+            at_loop.script.compute(at_loop.batch(0, SEED), 0, 0)
+            assert set(n_rows) == {2}, "per_device_train_batch_size"
     assert found[2, 1] == pytest.approx(found[12, 1]) == found[2, 2]
 
 
