@@ -18,7 +18,10 @@
     ├── StateLost        no copy of some part of the training state is left
     ├── PeerGarbled      a rank has sent what no rank sends; the ranks meet anew (also a
                          ConnectionError)
+    ├── NodeMemoryFull   a node has no memory for what stands before a script's loop; tried again,
+                         there or on another node
     ├── ProgramError     the user's program raised; never retried
+    │   └── NoHandler        a script set a handler of a signal (also a ValueError)
     └── InternalError    a fault of this package
         └── JournalDamaged   a journal is not as it was written (exit code 2)
 
@@ -157,6 +160,16 @@ class PeerGarbled(ElasticError, ConnectionError):
 
 class ProgramError(ElasticError):
     """The user's program raised or asked for what cannot be done; the run stops at once."""
+
+
+class NoHandler(ProgramError, ValueError):
+    """A script sets a handler of a signal. A script that is a thread of its process gets a
+    ValueError of Python's there, which it may catch."""
+
+
+class NodeMemoryFull(ElasticError):
+    """A script has no memory before its loop, on a node where others may have taken it: to be tried
+    again, there or on another node."""
 
 
 # what is wrong is not this package's: the line says all

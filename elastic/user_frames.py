@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import site
 import sys
 import sysconfig
 import traceback
@@ -16,7 +17,8 @@ from elastic.version import PACKAGE
 
 OURS = f"{PACKAGE}{os.sep}"
 STDLIB, INSTALLED = (f"{sysconfig.get_paths()[kind]}{os.sep}" for kind in ("stdlib", "purelib"))
-LIBRARIES = ("<", OURS, STDLIB, INSTALLED)
+USER_SITE = f"{site.getusersitepackages()}{os.sep}"  # what `pip install --user` has installed
+LIBRARIES = ("<", OURS, STDLIB, INSTALLED, USER_SITE)
 # of what is installed, a model may be the user's, torch is not
 BACKWARD, AUTOGRAD = "its backward pass", f"torch{os.sep}autograd{os.sep}graph.py"
 COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}distributed_c10d.py"  # what programs call

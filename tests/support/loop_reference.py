@@ -17,7 +17,7 @@ import torch
 from support.reference import collate
 
 from elastic.data.order import sample_ids
-from elastic.types import Job
+from elastic.types import Job, Layout
 from elastic.worker.loop.script_host import Script, ScriptSource
 from elastic.worker.program.commit import Commit
 from elastic.worker.program.extra_state import ExtraState
@@ -54,7 +54,7 @@ class ScriptAtLoop:
         return cls(script, program, state, extra, steps)
 
     def begin(self, generation: int = 1) -> None:
-        plan: Any = SimpleNamespace(generation=generation, layout=SimpleNamespace(world_size=1))
+        plan: Any = SimpleNamespace(generation=generation, layout=Layout())
         self.script.begin(plan, self.state, Job(steps=self.steps), extra=self.extra)
 
     def batch(self, step: int, seed: int) -> dict[str, torch.Tensor]:

@@ -53,7 +53,8 @@ def forgotten(frame: FrameType | None, given: Mapping[int, Any]) -> tuple[str, .
     for name, line in _counted(tree, frame.f_lineno) if tree is not None else ():
         found.append(
             f"{os.path.basename(frame.f_code.co_filename)}, line {line}: {name} counts the batches "
-            f"of one process: {ANEW}; use run.step_index"
+            f"of one process: {ANEW}; where more than what is printed depends on it, use "
+            "run.step_index"
         )
     return tuple(found)
 

@@ -143,7 +143,7 @@ class PreparedTrainer:
         rates = LearningRates(self.trainer, optimizer)
         self._run = run = entered._entered(inspect.currentframe())
         for batch in run:
-            for part, weight in parts_of(batch, -(-most // run.world_size)):
+            for part, weight in parts_of(batch, -(-most // run.n_shares)):
                 run.backward(losses(run.model, part) * weight)
             if scheduler is None:
                 rates.set(run.step_index, run.steps)
@@ -186,8 +186,8 @@ class PreparedTrainer:
         most = -(-global_batch // self.trainer.args.per_device_eval_batch_size)
 
         def evaluate(model: Any, batch: Batch) -> Any:
-            # where this is tried, before the first batch, nobody knows of how many ranks
-            n = -(-most // vars(self._run).get("world_size", most))
+            # where this is tried, before the first batch, nobody knows of how many shares
+            n = -(-most // vars(self._run).get("n_shares", most))
             return sum(losses(model, part) * weight for part, weight in parts_of(batch, n))
 
         return {"validation": rows, "evaluate": evaluate, **samples}

@@ -277,7 +277,7 @@ class Outcome:
     grad_norm: float | None = None
 
 
-WITH_A_BATCH = ("step_index", "epoch", "steps", "rank", "world_size")
+WITH_A_BATCH = ("step_index", "epoch", "steps", "rank", "world_size", "n_shares")
 
 
 class Run:
@@ -305,6 +305,7 @@ class Run:
     steps: int
     rank: int
     world_size: int
+    n_shares: int  # of a step's samples: ranks of one tp, cp or pp group have the same
 
     def __init__(self, program: LoopProgram, optimizer: Own) -> None:
         self.program, self.optimizer = program, optimizer

@@ -17,7 +17,7 @@ import torch
 from torch.amp import GradScaler
 from torch.nn import utils
 
-from elastic.errors import ProgramError
+from elastic.errors import NoHandler, ProgramError
 from elastic.user_frames import LIBRARIES
 
 NAMES = ("clip_grad_norm_", "clip_grad_value_")
@@ -27,24 +27,34 @@ PLACES: tuple[Any, ...] = (utils, utils.clip_grad)
 @contextmanager
 def refused() -> Iterator[None]:
     """Meanwhile clipping parameters of which none has a gradient, or those of `run.model`, raises
-    ProgramError, and so does a handler of a signal that the user's own files set, and a loss that a
-    GradScaler scales which is made meanwhile and not switched off."""
+    ProgramError, and so does a handler of a signal that the user's own files set, and what
+    `unscaled` refuses."""
     before = {name: getattr(utils, name) for name in NAMES}
     own = signal.signal
     signal.signal = _checked_handler(own)  # type: ignore[assignment]
-    made, scale = GradScaler.__init__, GradScaler.scale
-    GradScaler.__init__, GradScaler.scale = _noted(made), _checked_scale(scale)  # type: ignore[method-assign]
     for place in PLACES:
         for name, clip in before.items():
             setattr(place, name, _checked(name, clip))
     try:
-        yield
+        with unscaled():
+            yield
     finally:
         signal.signal = own
-        GradScaler.__init__, GradScaler.scale = made, scale  # type: ignore[method-assign]
         for place in PLACES:
             for name, clip in before.items():
                 setattr(place, name, clip)
+
+
+@contextmanager
+def unscaled() -> Iterator[None]:
+    """Meanwhile a loss that a GradScaler scales which is made meanwhile and not switched off raises
+    ProgramError: in a worker too, where it may be on and off in the driver."""
+    made, scale = GradScaler.__init__, GradScaler.scale
+    GradScaler.__init__, GradScaler.scale = _noted(made), _checked_scale(scale)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GradScaler.__init__, GradScaler.scale = made, scale  # type: ignore[method-assign]
 
 
 def _checked(name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +107,7 @@ def _checked_handler(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
     def checked(signalnum: Any, handler: Any) -> Any:
         if sys._getframe(1).f_code.co_filename.startswith(LIBRARIES):
             return own(signalnum, handler)
-        raise ProgramError(
+        raise NoHandler(
             f"signal.signal({getattr(signalnum, 'name', signalnum)}, ...) works in no worker: the "
             "script is a thread of the process; leave the handler out: at a notice, a stop, "
             "SIGTERM or Ctrl-C elastic saves by itself"

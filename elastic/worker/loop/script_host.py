@@ -24,7 +24,7 @@ import torch
 
 from elastic.config.masking import masked_text
 from elastic.data.progress import gets_on, heard_by
-from elastic.errors import ElasticError, Interrupted, ProgramError, SpecError
+from elastic.errors import ElasticError, Interrupted, NodeMemoryFull, ProgramError, SpecError
 from elastic.types import Job
 from elastic.user_frames import log_text, raised_at, user_traceback
 from elastic.worker.loop import refused_calls, without_gpu
@@ -82,6 +82,8 @@ NO_CALL = (
 )
 DONE_ALREADY = "run.model and the batches are this rank's parts, on its device"
 MEMORY = (torch.OutOfMemoryError, MemoryError)
+OTHERS_BYTES = 4 << 30  # on a GPU that a script has for itself: CUDA's contexts
+RAISED = (ProgramError, SpecError, NodeMemoryFull)  # a script does not begin again by itself
 WHOLE_MODEL = (
     "it is before its first batch, and the whole model need not fit on one GPU: leave .to(device) "
     "out, elastic.loop puts this rank's part of the model there"
@@ -282,6 +284,7 @@ class Script:
         self.finished = False
         self._inside = False
         self._stop_told = False
+        self._raised: HandoffMessage | None = None  # that its node has no memory
         self._before_loop = ExitStack()  # what ends where the script enters its loop
         self._progress_s = time.monotonic()  # when it has said last that it makes some
 
@@ -335,7 +338,7 @@ class Script:
 
     def _once(self) -> HandoffMessage:
         try:
-            with self._before_loop:
+            with refused_calls.unscaled(), self._before_loop:
                 self._before_loop.enter_context(without_gpu.unplaced())
                 self.source.run()
         except SystemExit as error:
@@ -352,8 +355,9 @@ class Script:
 
     def _why(self, error: BaseException) -> BaseException:
         """A collective that aborted outside of run.model, and memory that gave out over a batch,
-        stay what they are. What the script makes of zeros, or of numbers that are not there, is no
-        error of its own."""
+        stay what they are; memory that gave out before is the script's only on a GPU that it has
+        for itself. What the script makes of zeros, or of numbers that are not there, is no error of
+        its own."""
         has_a_batch = self._inside and "step_index" in vars(self.run)
         full = isinstance(error, MEMORY) and has_a_batch
         if full or self._inside and is_collective_error(error):
@@ -365,11 +369,19 @@ class Script:
                 self.source.told(error),
             )
             return GenerationAborted(str(error))
-        told = ProgramError(self.source.told(error))
+        kind = NodeMemoryFull if self._of_the_node(error) else ProgramError
+        told = kind(self.source.told(error))
         if not isinstance(error, ElasticError):  # what ours say in one line is all
             print(masked_text(log_text(error)), end="", file=sys.stderr)
             told.add_note(masked_text(user_traceback(error)))
         return told
+
+    def _of_the_node(self, error: BaseException) -> bool:
+        """Did memory give out that others may have taken, as that of the host?"""
+        if not isinstance(error, torch.OutOfMemoryError) or self.device.type != "cuda":
+            return isinstance(error, MemoryError)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device) > OTHERS_BYTES
 
     # -------------------------------------------------------------------------- the training thread
 
@@ -386,7 +398,9 @@ class Script:
                 self.handoff.answer(Outcome(False))
             elif word.kind == "next":
                 self.handoff.answer(None)  # past its loop: to its end, and from the top
-            elif isinstance(word.error, ProgramError | SpecError) and not self.finished:
+            elif isinstance(word.error, RAISED) and word is not self._raised and not self.finished:
+                if isinstance(word.error, NodeMemoryFull):
+                    self._raised = word  # whoever asks again wants it to try again
                 raise word.error
             else:
                 self.finished = False
@@ -407,6 +421,7 @@ class Script:
         extra.load(state.tensors)
         run.model.attach(state.model)
         run.rank, run.world_size, run.steps = state.rank, plan.layout.world_size, job.steps
+        run.n_shares = plan.layout.dp
         run.step_index = state.step
         run.calls.enter(plan.generation)
         return program

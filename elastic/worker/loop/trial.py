@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 FirstBatch = Callable[[Any], dict[str, torch.Tensor]]  # of a dataset
 # nothing that one rank is to do alone is done; on shapes nothing that comes every so many steps
-NOT_THE_FIRST = {"rank": 1, "world_size": 2, "step_index": 0, "epoch": 0}
-ON_SHAPES = NOT_THE_FIRST | {"world_size": 1, "step_index": 1}
+NOT_THE_FIRST = {"rank": 1, "world_size": 2, "n_shares": 2, "step_index": 0, "epoch": 0}
+ON_SHAPES = NOT_THE_FIRST | {"world_size": 1, "n_shares": 1, "step_index": 1}
 SOME_STEPS = 1000  # of a job, where a script that only asks does not say how many itself
 MOST_S = 10.0  # of a body that does not come to its run.step()
 STEPS_MOST_S = 30.0  # of several steps with values

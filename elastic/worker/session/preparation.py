@@ -18,6 +18,7 @@ from elastic.data.loader_processes import readers_of
 from elastic.data.open_datasets import PhaseData, validation_of
 from elastic.data.progress import heard_by
 from elastic.data.streams import with_stream
+from elastic.errors import NodeMemoryFull
 from elastic.program import load_program
 from elastic.storage import open_storage
 from elastic.types import (
@@ -100,6 +101,9 @@ class Preparation:
                     self._rehearse(place, rehearsal)
         except NodeRejected as refused:
             self.report(self._refused(refused))
+            return
+        except NodeMemoryFull as full:
+            self.report(self._refused(NodeRejected(str(full), may_pass=True)))
             return
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message
             holds_lost(error)

@@ -9,6 +9,7 @@ from elastic.config.masking import masked_text
 from elastic.errors import (
     DataUnread,
     ElasticError,
+    NodeMemoryFull,
     PeerGarbled,
     ProgramError,
     SpecError,
@@ -33,7 +34,7 @@ def kind_of(error: BaseException) -> FailureKind:
         return "out_of_memory"
     if said := cuda_error(error):
         return "device" if device_lost(error) and ASSERT not in said else "program"
-    if isinstance(error, StateLost | StorageDamaged | StorageFull):
+    if isinstance(error, StateLost | StorageDamaged | StorageFull | NodeMemoryFull):
         return "infrastructure"
     if isinstance(error, StorageFailed):
         return "storage"
@@ -86,7 +87,7 @@ def text_of(error: BaseException) -> str:
     # gloo: its source line, its advice
     line = re.sub(r"\[/\S+:\d+\] ", "", line).split(" This is typically caused by")[0]
     line = line[:600]
-    if isinstance(error, SpecError | ProgramError | StateLost | PeersUnreached):
+    if isinstance(error, SpecError | ProgramError | NodeMemoryFull | StateLost | PeersUnreached):
         return str(error)
     if is_collective_error(error):
         return line

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from elastic.worker.step.gradient_noise import LocalGradients, cannot, noise
 
 Gradients = dict[str, torch.Tensor]
 CLIP_EPSILON = 1e-6
+SETTINGS_MOST = 5000  # that ranks compare by name; of thousands of groups
 
 
 @dataclass(frozen=True)
@@ -338,9 +340,12 @@ class Stepper(ForwardBackward):
             [astuple(part) for part in self.script.calls.parts()], self.groups.commit
         )
         ranks = {rank: parts_of(words, rank) for rank, words in enumerate(said)}
-        settings = other_settings(gather_numbers(self.script.calls.settings, self.groups.commit))
-        why = settings or f"the ranks have not made the same calls; {RULE}"
-        raise ProgramError(difference(ranks) or f"step {self.state.step + 1}: {why}")
+        if unequal := difference(ranks):
+            raise ProgramError(unequal)
+        settings = dict(islice(self.script.calls.settings.items(), SETTINGS_MOST))
+        found = other_settings(gather_numbers(settings, self.groups.commit))
+        why = found or f"the ranks have not made the same calls; {RULE}"
+        raise ProgramError(f"step {self.state.step + 1}: {why}")
 
     def _part(self, pending: Pending, words: CommitFields) -> RankPart:
         overflowed = self.loss_scale.on and not math.isfinite(pending.square_norm)

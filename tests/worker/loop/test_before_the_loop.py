@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.loop_reference import ScriptAtLoop
 
 from elastic.data.progress import heard_by
 from elastic.errors import ProgramError, SpecError
 from elastic.worker.loop import script_host
 from elastic.worker.loop.script_host import Script, ScriptSource, capture
+from elastic.worker.session.worker_errors import kind_of, text_of
 
 HEAD = """
 import torch, elastic
@@ -65,10 +67,46 @@ def test_a_model_that_is_larger_than_a_gpu_is_named_at_the_first_try(
             capture(tmp_path / "train.py", [], 0)
 
 
-def test_memory_of_the_host_is_named_as_well(tmp_path: Path) -> None:
-    error = raised(script(tmp_path, f"{HEAD}raise MemoryError('400 GiB')\n{ENTER}{BODY}"))
-    assert isinstance(error, ProgramError)
-    assert str(error).endswith("train.py, line 6: MemoryError: 400 GiB")
+def test_memory_of_the_host_is_the_nodes_and_tried_again_by_who_asks_again(tmp_path: Path) -> None:
+    (tmp_path / "full").touch()
+    line = (
+        f"if __import__('os').path.exists({str(tmp_path / 'full')!r}): raise MemoryError('400 GiB')"
+    )
+    host = script(tmp_path, f"{HEAD}{line}\n{ENTER}{BODY}")
+    error = raised(host)
+    assert kind_of(error) == "infrastructure" and not isinstance(error, ProgramError)
+    assert text_of(error) == f"{tmp_path}/train.py, line 6: MemoryError: 400 GiB"
+    (tmp_path / "full").unlink()
+    assert host._stand().program.settings["steps"] == 2
+
+
+@pytest.mark.parametrize(("others_gb", "kind"), [(1, "program"), (20, "infrastructure")])
+def test_a_gpu_that_others_have_filled_is_no_error_of_the_script(
+    others_gb: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 30)
+    left = (23 - 3 - others_gb) << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left, 23 << 30))
+    host = script(tmp_path, f"{HEAD}{FULL}{ENTER}{BODY}")
+    host.device = torch.device("cuda")
+    error = raised(host)
+    assert kind_of(error) == kind and "train.py, line 6: OutOfMemoryError: " in text_of(error)
+
+
+def test_a_scale_that_only_the_worker_has_is_refused_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by enabled=torch.cuda.is_available() where the driver's machine has no GPU."""
+    made = "scaler = torch.amp.GradScaler('cpu', enabled='SCALES' in __import__('os').environ)\n"
+    body = BODY.replace("run.model(x).sum()", "scaler.scale(run.model(x).sum())")
+    (tmp_path / "train.py").write_text(f"{HEAD}{made}{ENTER}{body}")
+    assert capture(tmp_path / "train.py", [], 0).called is not None
+    monkeypatch.setenv("SCALES", "1")
+    at_loop = ScriptAtLoop.of(tmp_path / "train.py", [], 0, 2)
+    at_loop.begin()
+    with pytest.raises(ProgramError, match=r"line 9: GradScaler.scale multiplies the loss by what"):
+        at_loop.script.compute(at_loop.batch(0, 0), 0, 0)
 
 
 def test_the_model_of_a_trainer_is_put_on_no_device(tmp_path: Path) -> None:

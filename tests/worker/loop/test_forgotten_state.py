@@ -150,7 +150,7 @@ def test_a_loop_through_an_attribute_is_one_through_the_run(tmp_path: Path) -> N
 def test_what_enumerate_counts_is_named(tmp_path: Path, loop: str) -> None:
     (said,) = notes(tmp_path, before=BAR, body="run.log({'i': 0.1 * i})", loop=loop)
     assert said.startswith("train.py, line 10: i counts the batches of one process: a worker that")
-    assert said.endswith("begin with it anew; use run.step_index")
+    assert said.endswith("anew; where more than what is printed depends on it, use run.step_index")
     assert notes(tmp_path, before=BAR, body="for i in range(3): pass", loop=EACH) == []
     assert notes(tmp_path, before=BAR, loop=loop) == [], "nothing reads it"
 

@@ -113,7 +113,7 @@ def test_dropout_is_on_also_of_a_model_from_pretrained(tmp_path: Path) -> None:
 
 def test_a_validation_passes_no_more_rows_at_once_than_the_arguments_say(tmp_path: Path) -> None:
     found = {}
-    for size, world_size in ((12, 1), (2, 1), (2, 2)):
+    for size, n_shares in ((12, 1), (2, 1), (2, 2)):
         given = arguments(tmp_path, per_device_eval_batch_size=size)
         text = SCRIPT.format(model=OF_A_MODEL["causal"], arguments=given)
         (tmp_path / "train.py").write_text(
@@ -125,17 +125,21 @@ def test_a_validation_passes_no_more_rows_at_once_than_the_arguments_say(tmp_pat
         program, model, run, n_rows = at_loop.program, at_loop.state.model, at_loop.script.run, []
         assert program.validation is not None and program.evaluation is not None
         assert run is not None
-        run.world_size = world_size  # of whose rows each has a share
+        run.n_shares, run.world_size = n_shares, 4 * n_shares  # four ranks have one share, by tp
         model.register_forward_pre_hook(
             lambda _, args, given, seen=n_rows: seen.append(len(given["input_ids"])),
             with_kwargs=True,
         )
-        shares = torch.arange(12).chunk(world_size)
+        shares = torch.arange(12).chunk(n_shares)
         batches = [collate(program.validation(), share.tolist()) for share in shares]
         with torch.no_grad():
             value = sum(float(program.evaluation(model, batch)) for batch in batches)
         assert set(n_rows) == {size} and len(n_rows) == 12 // size
-        found[size, world_size] = value
+        found[size, n_shares] = value
+        if n_shares == 1:
+            n_rows.clear()
+            at_loop.script.compute(at_loop.batch(0, SEED), 0, 0)
+            assert set(n_rows) == {2}, "per_device_train_batch_size"
     assert found[2, 1] == pytest.approx(found[12, 1]) == found[2, 2]
 
 

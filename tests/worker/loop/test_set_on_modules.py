@@ -3,10 +3,14 @@ and every rank has the same."""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import threading
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +27,12 @@ from elastic.types import Layout, StepDone, WorkerFailed
 from elastic.worker.loop.handoff import Handoff, HandoffMessage
 from elastic.worker.loop.loop import OfferedBatch, Outcome, Run
 from elastic.worker.loop.loop_model import LoopModel
+from elastic.worker.process import call_log
 from elastic.worker.process.call_log import CallLog, other_settings
+from elastic.worker.process_groups.wire import _encoded
 from elastic.worker.program.extra_state import decode, encode
 from elastic.worker.program.loop_program import GROUPS, LoopProgram, Settings, no_loss
+from elastic.worker.step import optimizer_step
 
 
 class Counting(nn.Module):
@@ -136,6 +143,47 @@ def test_a_rank_that_sets_others_is_named() -> None:
     assert f"rank 2 {found} 0 has not" in other_settings([same, same, odd])
     assert f"rank 0 {found} 1 has not" in other_settings([odd, same, odd])
     assert not other_settings([odd, odd])
+
+
+def test_settings_of_thousands_of_groups_cost_a_step_no_formatting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = {f"optimizer.param_groups[{i}]['lr']": i / 7 for i in range(3000)}
+    other = dict(reversed(one.items())) | {"optimizer.param_groups[2999]['lr']": 0.5}
+    marks = []
+    monkeypatch.setattr(call_log, "repr", None, raising=False)
+    for settings in (one, dict(reversed(one.items())), other):
+        log = CallLog()
+        log.note_settings(settings)
+        marks.append(log.take_mark())
+    assert marks[0] == marks[1] != marks[2]
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_unequal_calls_are_named_before_the_numbers_of_thousands_of_groups(
+    equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, sent, none = CallLog(), list[int](), (0, True, 0, "", [])
+    log.note_settings({f"optimizer.param_groups[{i}]['lr']": 0.5 for i in range(30000)})
+    log.begin(0)
+    log.add("run.model", sys._getframe())
+    mine = [*map(astuple, log.parts())]
+    said = [json.dumps(parts).encode() for parts in (mine, mine if equal else [none])]
+    monkeypatch.setattr(optimizer_step, "gather_words", lambda mine, control: said)
+
+    def gathered(mine: dict[str, float], control: object) -> list[dict[str, float]]:
+        sent.append(_encoded(mine).numel())  # raises where there is too much
+        return [mine, mine | {"optimizer.param_groups[7]['lr']": 0.1}]
+
+    monkeypatch.setattr(optimizer_step, "gather_numbers", gathered)
+    state = SimpleNamespace(step=0, buffers=SimpleNamespace(take_back=lambda: None))
+    one: Any = SimpleNamespace(
+        script=SimpleNamespace(calls=log), state=state, groups=SimpleNamespace(commit=None)
+    )
+    found = "param_groups.7..'lr'. = 0.1, rank 0 has 0.5" if equal else "rank 0 calls run.model at"
+    with pytest.raises(ProgramError, match=found):
+        optimizer_step.Stepper._refuse_calls(one)
+    assert len(sent) == equal
 
 
 def stepped(rate: Any, betas: Any = (0.9, 0.95)) -> tuple[int, dict[str, float]]:

@@ -4,6 +4,7 @@ driver."""
 from __future__ import annotations
 
 import signal
+import site
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,25 @@ def test_a_handler_of_a_signal_is_refused_before_a_node_is_paid(
     with pytest.raises(SpecError, match=r"leave the handler out: at a notice, a stop, SIGTERM"):
         captured(tmp_path, before=f"import signal; {handler}")
     assert (signal.getsignal(signal.SIGTERM), signal.signal) == before
+
+
+def test_a_script_may_catch_that_its_thread_can_set_no_handler(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    own = "import signal\ntry: signal.signal(signal.SIGTERM, print)\nexcept ValueError: pass"
+    assert captured(tmp_path, before=own).called is not None
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_handler_of_a_library_that_its_user_has_installed_stays(tmp_path: Path) -> None:
+    """By `pip install --user`."""
+    before = signal.getsignal(signal.SIGUSR2)
+    file = f"{site.getusersitepackages()}/installed/here.py"
+    sets = "import signal; signal.signal(signal.SIGUSR2, print)"
+    try:
+        assert captured(tmp_path, before=f"exec(compile({sets!r}, {file!r}, 'exec'))").called
+        assert signal.getsignal(signal.SIGUSR2) is print
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 @pytest.mark.parametrize(

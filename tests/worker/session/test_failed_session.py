@@ -176,3 +176,12 @@ def test_the_process_of_a_device_side_assert_is_ended_and_that_of_a_lost_device_
         == []
     )
     assert ended == [ME]
+
+
+def test_a_script_without_memory_before_its_loop_is_the_nodes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("big = [0]\nraise MemoryError('400 GiB')\n")
+    made, events = preparation()
+    made.job = Job(script=str(tmp_path / "train.py"))
+    prepare(made)
+    why = f"{tmp_path}/train.py, line 2: MemoryError: 400 GiB"
+    assert events == [NodeRefused("a", why, may_pass=True)]

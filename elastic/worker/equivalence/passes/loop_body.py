@@ -101,7 +101,9 @@ class BodyPasses:
         """A rank has all samples, or each has one."""
         if self._now is None or self.with_first and len(self.steps) < 1:
             return NOT_THE_FIRST
-        return ON_SHAPES | {"world_size": 1 if self._now.rows is None else self.n}
+        return ON_SHAPES | dict.fromkeys(
+            ("world_size", "n_shares"), 1 if self._now.rows is None else self.n
+        )
 
     def next(self) -> Batch | None:
         """The samples of the next step; None: there is none."""
