@@ -341,7 +341,8 @@ class State(Gates):
     shares_ordered: tuple[SetShares, float] | None = None  # not confirmed yet, since when
     shares_moved: tuple[Moved, ...] = ()  # newest last
     stages_moved: tuple[Moved, ...] = ()
-    reshared: frozenset[int] = frozenset()  # generations whose shares were changed while they ran
+    # generations whose shares were changed while they ran, or did not fit
+    reshared: frozenset[int] = frozenset()
     uneven_failed: str = ""  # why shares stay equal: unequal ones did not fit
 
     profiling: Profiling | None = None
