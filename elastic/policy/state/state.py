@@ -274,8 +274,9 @@ class State(Gates):
     entered_step: int = 0
     last_step: StepDone | None = None
     last_step_at_s: float = 0.0
-    # when rank 0 last said that it makes progress between steps, or any rank that it loads or saves
+    # when rank 0 last said that it makes progress between steps, or any rank that it saves
     busy_at_s: float = 0.0
+    loading_at_s: float = 0.0  # when any rank last said that it loads
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
     measured: tuple[MeasuredSteps, ...] = ()  # by plan, the newest last
