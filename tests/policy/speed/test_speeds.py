@@ -279,9 +279,11 @@ def test_unequal_shares_that_fit_on_neither_of_two_ranks_leave_the_layout(apart:
 def test_memory_that_unequal_shares_lack_explains_what_peers_reported_before() -> None:
     story, plan = uneven_shares()
     story.tick(WorkerFailed(B, plan.generation, "collective", "remote error"))
-    assert story.state.aborting and story.state.aborting.failure.cause == "infrastructure"
+    before = story.state.aborting
     story.tick(WorkerFailed(A, plan.generation, "out_of_memory", "out of memory", 1 << 30))
-    assert story.state.aborting.failure.cause == "infeasible"
+    after = story.state.aborting
+    assert before is not None and before.failure.cause == "infrastructure"
+    assert after is not None and after.failure.cause == "infeasible"
     assert story.state.uneven_failed and not story.state.infeasible
 
 
