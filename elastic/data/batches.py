@@ -160,12 +160,10 @@ class Unread(Exception):
         text = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
         return cls(sample, text, _kind_of(error))
 
-    def at(self, step: int) -> ElasticError:
-        where = (
-            f"sample {self.sample} of step {step}"
-            if self.sample is not None
-            else f"the batch of step {step}"
-        )
+    def at(self, step: int | None) -> ElasticError:
+        """`step`: None where it is read for none, as in a validation."""
+        sample = f"sample {self.sample}" if self.sample is not None else "the batch"
+        where = sample + (f" of step {step}" if step is not None else "")
         return self.kind(f"the dataset failed at {where}: {self.text}")
 
 

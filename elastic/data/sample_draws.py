@@ -18,9 +18,10 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from elastic.data.batches import Collate, batch_of, item_of
+from elastic.data.batches import Collate, Unread, batch_of, item_of
 from elastic.data.budget import Microbatch
 from elastic.data.streams import Stream
+from elastic.errors import DataUnread
 from elastic.program import drawing, generators
 
 ALWAYS = -1  # the step of samples that are the same at each reading: of a validation, a probe
@@ -46,11 +47,15 @@ class SampleDraws:
         self, dataset: Any, sample: int, length: int | None = None, *, step: int = ALWAYS
     ) -> Any:
         """A sample as `item_of` gives it, read for the step after `step` others. Raises what the
-        dataset raises."""
-        if not self.draws(dataset):
-            return item_of(dataset, sample, length)
-        with self._keyed(step, sample):
-            return item_of(dataset, sample, length)
+        dataset raises; of samples that no step reads, what the node did not give as DataUnread."""
+        try:
+            with self._keyed(step, sample) if self.draws(dataset) else nullcontext():
+                return item_of(dataset, sample, length)
+        except OSError as error:
+            unread = Unread.of(sample, error)
+            if step != ALWAYS or unread.kind is not DataUnread:
+                raise
+            raise unread.at(None) from error
 
     def batch(
         self, dataset: Any, part: Microbatch, collate: Collate, *, step: int

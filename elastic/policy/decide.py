@@ -216,8 +216,8 @@ def _entering(state: State, now_s: float) -> Decision | None:
         return None
     if state.job.restarted:
         return restarts.entering(state, now_s)
-    loads = state.heeds_loading and state.busy_at_s > state.ordered_at_s
-    bound_s = (state.busy_at_s if loads else state.ordered_at_s) + ENTER_MOST_S
+    loads = state.heeds_loading and state.loading_at_s > state.ordered_at_s
+    bound_s = (state.loading_at_s if loads else state.ordered_at_s) + ENTER_MOST_S
     if now_s < bound_s:
         return Decision(wake_at_s=bound_s)
     since = " of its workers' last progress" if loads else ""

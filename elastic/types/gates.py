@@ -142,7 +142,8 @@ class Gates:
     # against it; else each of these ends the run behind a few attempts
     awaits_data: bool = False
     # that memory gave out counts also where peers had told before that they had lost that worker,
-    # else the layout is retried
+    # else the layout is retried; unequal shares that do not fit on several ranks leave it usable,
+    # else those on one
     heeds_memory: bool = False
     # a generation is entered for as long as its workers make progress with their state, else for
     # ten minutes

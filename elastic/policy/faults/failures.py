@@ -112,12 +112,15 @@ def infeasible(
     state: State, generation: int, reason: str, *, measured_bytes: int, at_s: float
 ) -> State:
     """The layout does not fit; where its shares follow measured speeds, it is these that do not."""
-    plan = state.plans[generation]
+    plan, broken = state.plans[generation], explained if state.aborting else failed
     uneven = max(plan.samples, default=0) - min(plan.samples, default=0) > plan.n_microbatches
     if generation in state.reshared or (uneven and state.speeds and not state.uneven_failed):
         samples = ", ".join(map(str, plan.samples))
         text = f"shares of {samples} samples do not fit: {reason}; they stay equal from now on"
-        return failed(replace(state, uneven_failed=text), Failure("infeasible", text, at_s))
+        # another rank of it may lack memory too: that says no more of the layout
+        reshared = state.reshared | ({generation} if state.heeds_memory else set())
+        state = replace(state, uneven_failed=text, reshared=reshared)
+        return broken(state, Failure("infeasible", text, at_s))
     layout = state.plans[generation].layout
     measured = max(measured_bytes, state.infeasible.get(layout, 0))
     text = (
@@ -126,7 +129,6 @@ def infeasible(
         + f": {reason}"
     )
     state = replace(state, infeasible={**state.infeasible, layout: measured})
-    broken = explained if state.aborting else failed
     return broken(state, Failure("infeasible", text, at_s))
 
 

@@ -305,9 +305,9 @@ def _progress(state: State, event: Progress, at_s: float) -> State:
     state, node_id = seen(state, event.worker.node_id), event.worker.node_id
     if event.phase == "preparing" and node_id in state.preparing:
         return replace(state, preparing={**state.preparing, node_id: at_s})
-    # a part may be written when its generation is gone
-    counts = event.phase == "saving" or state.is_current(event.generation)
-    return replace(state, busy_at_s=at_s) if counts else state
+    counts = event.phase == "saving" or state.is_current(event.generation)  # a part outlives it
+    heard: dict[str, Any] = {"loading_at_s" if event.phase == "loading" else "busy_at_s": at_s}
+    return replace(state, **heard) if counts else state
 
 
 def _request_failed(state: State, event: RequestFailed, at_s: float) -> State:

@@ -274,8 +274,9 @@ class State(Gates):
     entered_step: int = 0
     last_step: StepDone | None = None
     last_step_at_s: float = 0.0
-    # when rank 0 last said that it makes progress between steps, or any rank that it loads or saves
+    # when rank 0 last said that it makes progress between steps, or any rank that it saves
     busy_at_s: float = 0.0
+    loading_at_s: float = 0.0  # when any rank last said that it loads
     move_pace: float = 1.0  # measured by predicted seconds of moves between memories
     step_time_s: float = 0.0  # running mean; 0 = not measured
     measured: tuple[MeasuredSteps, ...] = ()  # by plan, the newest last
@@ -341,7 +342,8 @@ class State(Gates):
     shares_ordered: tuple[SetShares, float] | None = None  # not confirmed yet, since when
     shares_moved: tuple[Moved, ...] = ()  # newest last
     stages_moved: tuple[Moved, ...] = ()
-    reshared: frozenset[int] = frozenset()  # generations whose shares were changed while they ran
+    # generations whose shares were changed while they ran, or did not fit
+    reshared: frozenset[int] = frozenset()
     uneven_failed: str = ""  # why shares stay equal: unequal ones did not fit
 
     profiling: Profiling | None = None

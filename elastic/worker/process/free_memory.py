@@ -38,8 +38,11 @@ def most_used_bytes() -> int:
     that is more, since NCCL and CUDA take theirs beside it."""
     if not torch.cuda.is_available():
         return resident_bytes()
-    free, whole = torch.cuda.mem_get_info()
-    return max(torch.cuda.max_memory_allocated(), whole - free)
+    used = 0
+    with suppress(RuntimeError):  # a GPU that others have filled, or that is lost
+        free, whole = torch.cuda.mem_get_info()
+        used = whole - free
+    return max(torch.cuda.max_memory_allocated(), used)
 
 
 def free_gpu_bytes(device: torch.device) -> int:

@@ -252,6 +252,7 @@ class Generation:
         stepper.memory = place.extra.objects.get(MEMORY)
         last, end = job.until_step, job.steps
         loader = self.loader = self._loader_of(stepper)
+        self.groups.check()  # an abort before that had no loader to close
         stepper.coming = lambda: loader.ready(state.step + 1)
         stop, self.entered_step = False, state.step
         equal = SdcCheck(stepper, plan, place.faults, good_step=min(place.good_step, state.step))

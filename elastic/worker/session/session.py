@@ -457,7 +457,8 @@ class Session:
         lost, number = holds_lost(error), generation.number
         kind, more = kind_of(error), dict[str, Any]()
         if kind == "out_of_memory":  # before anything is freed
-            more["measured_bytes"] = most_used_bytes()
+            with suppress(RuntimeError):  # unknown then; the others are freed all the same
+                more["measured_bytes"] = most_used_bytes()
         self._unfinished = True
         trip = error.trip if isinstance(error, Tripped) else None
         if lost:

@@ -251,6 +251,42 @@ def test_unequal_shares_that_do_not_fit_are_given_up_before_the_layout() -> None
     assert plan.layout in again.infeasible
 
 
+def uneven_shares() -> tuple[Story, Plan]:
+    """They run, as the speeds were measured."""
+    story = Story()
+    plan = story.running("a", "b", steps=6)
+    story.tick(timed(plan, 6, {"a": 1.0, "b": 3.0}))
+    uneven = replace(plan, samples=(9, 3))
+    plans = {**story.state.plans, plan.generation: uneven}
+    story.state = replace(story.state, plan=uneven, plans=plans, heeds_memory=True)
+    return story, uneven
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one tick", "two ticks"])
+def test_unequal_shares_that_fit_on_neither_of_two_ranks_leave_the_layout(apart: bool) -> None:
+    story, plan = uneven_shares()
+    both = [
+        WorkerFailed(rank, plan.generation, "out_of_memory", "out of memory", 1 << 30)
+        for rank in (A, B)
+    ]
+    for some in [both[:1], both[1:]] if apart else [both]:
+        story.tick(*some)
+    assert story.state.aborting and story.state.aborting.failure.cause == "infeasible"
+    assert "shares of 9, 3 samples do not fit" in story.state.aborting.failure.reason
+    assert story.state.uneven_failed and not story.state.infeasible
+
+
+def test_memory_that_unequal_shares_lack_explains_what_peers_reported_before() -> None:
+    story, plan = uneven_shares()
+    story.tick(WorkerFailed(B, plan.generation, "collective", "remote error"))
+    before = story.state.aborting
+    story.tick(WorkerFailed(A, plan.generation, "out_of_memory", "out of memory", 1 << 30))
+    after = story.state.aborting
+    assert before is not None and before.failure.cause == "infrastructure"
+    assert after is not None and after.failure.cause == "infeasible"
+    assert story.state.uneven_failed and not story.state.infeasible
+
+
 def test_a_stage_with_heavier_blocks_is_not_a_slow_node() -> None:
     story = Story()
     plan = story.running("a", "b")

@@ -91,6 +91,28 @@ def test_memory_that_gave_out_is_measured_before_any_is_freed(
     assert generation.done == ["well"]
 
 
+@pytest.mark.parametrize("torch_knows", [True, False])
+def test_a_gpu_that_others_have_filled_measures_nothing_and_frees_the_peers(
+    torch_knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a context there, what is free cannot be asked either."""
+    made, events = session()
+    generation = Generation()
+
+    def raises() -> tuple[int, int]:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", raises)
+    peak: Any = (lambda: 60 << 30) if torch_knows else raises
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
+    made._failed(generation, torch.OutOfMemoryError("CUDA out of memory"))  # type: ignore[arg-type]
+    (event,) = events
+    told = (60 << 30) if torch_knows else 0
+    assert (event.kind, event.measured_bytes) == ("out_of_memory", told)
+    assert generation.done == ["well"]
+
+
 def test_a_cuda_error_while_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
     for said, kind, do in (
         ("unspecified launch failure", "device", ""),

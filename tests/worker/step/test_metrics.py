@@ -3,8 +3,11 @@ samples."""
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +19,13 @@ from torch.nn.functional import cross_entropy
 
 from elastic.data.open_datasets import Sets
 from elastic.data.sample_draws import SampleDraws
-from elastic.errors import ProgramError
+from elastic.errors import ProgramError, StorageFailed
 from elastic.program import Program, load_program
 from elastic.types import Job, Layout, Plan, WorkerId
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.model_profile import trace
 from elastic.worker.session.generation import Generation
+from elastic.worker.session.worker_errors import kind_of, text_of
 from elastic.worker.state.train_state import TrainState
 from elastic.worker.step import evaluation
 from elastic.worker.step.evaluation import validate
@@ -89,6 +93,29 @@ def test_a_loss_is_not_asked_of_no_rows(evaluated: Any) -> None:
     found = evaluated(replace(TINY, loss=loss))
     assert found == evaluated(TINY)
     assert (sum(rows), min(rows)) == (N_SAMPLES, 2)
+
+
+def test_what_the_node_does_not_give_of_a_validation_is_not_the_programs(evaluated: Any) -> None:
+    class Unreadable:
+        def __init__(self, error: OSError) -> None:
+            self.error = error
+
+        def __len__(self) -> int:
+            return 48
+
+        def __getitem__(self, sample: int) -> Any:
+            raise self.error
+
+    for error, kind in (
+        (OSError(errno.EIO, "Input/output error"), "unread"),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset"), "unread"),
+        (StorageFailed("s3://b/k: no whole answer"), "storage"),
+    ):
+        with pytest.raises(OSError, match=re.escape(str(error))) as caught:
+            evaluated(replace(TINY, validation=partial(Unreadable, error)))
+        assert kind_of(caught.value) == kind
+        named = text_of(caught.value).startswith("the dataset failed at sample 0: ")
+        assert named == (kind == "unread")
 
 
 def test_it_says_before_each_batch_that_it_gets_on(evaluated: Any) -> None:
