@@ -404,13 +404,12 @@ def check_not_failed(run: str, fatal: str) -> None:
         )
 
 
-def check_not_stopped(run: str, reason: str) -> None:
+def check_not_stopped(run: str, reason: str, how: str = "without --started-again") -> None:
     """Raises SpecError where a person has stopped the run (`reason`): what begins commands again by
-    itself would train on, and pay for it, where nobody wants that."""
+    itself would train on, and pay for it, where nobody wants that. `how` a person starts it."""
     if reason:
         raise SpecError(
-            f"run '{run}' was stopped: {reason}; it trains on once somebody starts it without "
-            "--started-again"
+            f"run '{run}' was stopped: {reason}; it trains on once somebody starts it {how}"
         )
 
 
