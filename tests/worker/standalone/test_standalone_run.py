@@ -66,11 +66,7 @@ from elastic.worker.program.model_profile import trace
 from elastic.worker.standalone.layout_started import layout_of
 from elastic.worker.standalone.meeting import Meeting, Started
 from elastic.worker.standalone.rank_link import CommittedCheckpoint, EndOfRun, StandaloneResult
-from elastic.worker.standalone.standalone_run import (
-    StandaloneOptions,
-    StandaloneRun,
-    StartRefused,
-)
+from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun, StartRefused
 
 TOLERANCE = 2e-5
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
