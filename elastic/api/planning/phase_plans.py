@@ -30,7 +30,7 @@ def of_phases(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
 
 
 def with_first(offer: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """What `of_phases` has found, with this offer for the first phase; {} where the job has none."""
+    """What `of_phases` found, with this offer for the first phase; {} where the job has none."""
     if not data.get("phases"):
         return {}
     first, *later = data["phases"]

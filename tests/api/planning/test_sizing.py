@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.api.planning import query as answers
 from elastic.api.planning import aim_limits, sizing
+from elastic.api.planning import query as answers
 from elastic.api.planning.model_source import Subject, of_model
 from elastic.api.planning.plan_nodes import MachineGroup, of_pool
 from elastic.api.planning.query import Query

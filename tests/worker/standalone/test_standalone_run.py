@@ -51,22 +51,18 @@ from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease, Times, newest
 from elastic.observe import find_runs
 from elastic.observe.metrics.step_rows import read_rows
-from elastic.policy.state.state import StopWish
-from elastic.policy.stopping import of_a_person
 from elastic.program import load_program
 from elastic.storage import open_storage
-from elastic.types import Layout, StepDone, StopAsked, WorkerId, parse_layout
-from elastic.types.events import SIGNAL
+from elastic.types import Layout, StepDone, WorkerId, parse_layout
 from elastic.worker import __main__ as worker_command
 from elastic.worker.checkpoint import checkpoint_index
 from elastic.worker.hosting.resume_checks import check_layouts
-from elastic.worker.hosting.served_session import Said
 from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 from elastic.worker.standalone.layout_started import layout_of
 from elastic.worker.standalone.meeting import Meeting, Started
-from elastic.worker.standalone.rank_link import CommittedCheckpoint, EndOfRun, StandaloneResult
-from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun, StartRefused
+from elastic.worker.standalone.rank_link import CommittedCheckpoint, StandaloneResult
+from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 
 TOLERANCE = 2e-5
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -244,6 +240,7 @@ def test_only_ranks_that_the_launcher_starts_again_are_no_persons_start(
         assert (run.begun_at_s is None) == again
 
 
+@pytest.mark.slow
 def test_what_a_person_has_stopped_stays_so_where_the_launcher_starts_it_again(
     tmp_path: Path,
 ) -> None:
@@ -273,23 +270,6 @@ def test_what_a_person_has_stopped_stays_so_where_the_launcher_starts_it_again(
     second = ended(again, more)
     assert (second.outcome, second.tokens) == ("stopped", 0)
     assert ended({}, more).outcome == "succeeded"
-
-
-def test_the_signal_of_another_rank_is_no_persons_wish(tmp_path: Path) -> None:
-    said: list[Said] = []
-    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    run = StandaloneRun(spec(tmp_path), StandaloneOptions(storage=str(tmp_path / "runs")), told)
-    run.stop(f"{SIGNAL}SIGTERM")
-    link = SimpleNamespace(
-        send=said.append, poll=lambda _: True, recv=lambda: Said(0, EndOfRun(None, "", 2))
-    )
-    met: Any = SimpleNamespace(links=(link,), worker=WorkerId("node-0", 1))
-    quiet: Any = SimpleNamespace(closed=True)
-    with pytest.raises(StartRefused):
-        run._followed(met, quiet)
-    (asked,) = [each.what for each in said if isinstance(each.what, StopAsked)]
-    assert asked.reason == "signal SIGTERM (rank 1)"
-    assert not of_a_person(StopWish(asked.reason, 0.0))
 
 
 def test_ranks_that_share_a_gpu_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
