@@ -9,8 +9,8 @@ from elastic import api
 from elastic.cli.parser import opened, option, run_verb, show
 
 UNDRIVEN = (
-    "nobody drives it now; the next driver that --supervise starts saves and stops (a start by "
-    "hand trains): "
+    "nobody drives it now; the next driver that is started again without a person (--supervise, "
+    "torchrun, SLURM) saves and stops (a start by hand trains): "
 )
 
 

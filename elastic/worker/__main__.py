@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import NoReturn
 
 from elastic.worker.process.environment import settle, start_again_with_hashes, tell_launcher
@@ -77,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settle()  # before torch is imported
     from elastic.errors import ElasticError
 
-    asked = threading.Event()
+    asked = SimpleQueue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, lambda number, _: asked.put(number))
     try:
         return _run(given, asked)
     except ElasticError as error:
@@ -89,9 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _run(given: argparse.Namespace, asked: threading.Event) -> int:
+def _run(given: argparse.Namespace, asked: SimpleQueue[int]) -> int:
     from elastic.config.job import load_job
     from elastic.errors import SpecError
+    from elastic.types.events import SIGNAL
     from elastic.worker.standalone.progress_lines import Lines
     from elastic.worker.standalone.standalone_run import (
         StandaloneOptions,
@@ -114,9 +116,9 @@ def _run(given: argparse.Namespace, asked: threading.Event) -> int:
     stopped = threading.Event()
 
     def wait() -> None:
-        asked.wait()
+        name = signal.Signals(asked.get()).name
         if not stopped.is_set():
-            alone.stop("a signal asked it to stop")
+            alone.stop(f"{SIGNAL}{name}")
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
     # not in the main thread: torchrun and the terminal both send a signal, which is one wish

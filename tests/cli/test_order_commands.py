@@ -79,7 +79,8 @@ def test_a_run_is_asked_to_stop_between_two_drivers(
     without_end(storage / "tiny-1" / "journal.jsonl")
     for began_at_s, stop in ((None, "enough"), (time.time() + 1.0, None)):
         code, out, _ = called(capsys, "stop", "tiny-1", "--reason", "enough")
-        assert code == 0 and "nobody drives it now; the next driver that --supervise starts" in out
+        assert code == 0 and "nobody drives it now; the next driver that is started again" in out
+        assert "(--supervise, torchrun, SLURM) saves and stops" in out
         assert Inbox(run, began_at_s).take().stop == stop
         for key in run.list("inbox/"):
             run.delete(key)

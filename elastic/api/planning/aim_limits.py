@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.api.planning import conflicts, query, sizing
-from elastic.api.planning.phase_plans import of_phases
+from elastic.api.planning.phase_plans import of_phases, with_first
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.api.planning.query import Query
 from elastic.api.planning.run_nodes import too_many, within_max_nodes
@@ -40,6 +40,7 @@ def plan(asked: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
         seen += [_with_later(offer, data) for offer in data["offers"]]
         kept = [offer for offer in data["offers"] if _within(asked.aim, _with_later(offer, data))]
         if kept:
+            data |= with_first(kept[0], data)
             data["offers"] = [{**offer, "n": n} for n, offer in enumerate(kept, 1)]
             of_job = [*_of_job(tried, given, data), *_entered(tried, machines, data)]
             data["notes"] = [*of_job, *data["notes"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic.api.planning.plan_nodes import MachineGroup
@@ -26,5 +26,17 @@ def of_phases(query: Query, machines: Sequence[MachineGroup]) -> dict[str, Any]:
         begin += phase.steps
     if not rows:
         return {}
-    summed = {key: sum(row[key] for row in rows) for key in ("steps", "tokens", "hours", "usd")}
-    return {"phases": rows, "all_phases": {**summed, "deadline_h": query.aim.deadline_h}}
+    return {"phases": rows, "all_phases": {**_sums(rows), "deadline_h": query.aim.deadline_h}}
+
+
+def with_first(offer: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """What `of_phases` found, with this offer for the first phase; {} where the job has none."""
+    if not data.get("phases"):
+        return {}
+    first, *later = data["phases"]
+    rows = [first | {key: offer[key] for key in ("layout", "step_s", "hours", "usd")}, *later]
+    return {"phases": rows, "all_phases": data["all_phases"] | _sums(rows)}
+
+
+def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: sum(row[key] for row in rows) for key in ("steps", "tokens", "hours", "usd")}

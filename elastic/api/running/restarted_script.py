@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elastic.api.planning.plan_nodes import known_of, own_of
 from elastic.api.running.layout_question import LayoutCheck
 from elastic.api.running.options import Options
 from elastic.api.running.run import JobRun, Result
@@ -122,6 +123,7 @@ class _ScriptRun(JobRun):
         until_s = paid_until_s(before, job.orphan_lease_s, embedded=self.address is None)
         return DriverStarted(
             self.name, epoch, plain, self.pools, ModelProfile(0, 0, ()), attached=attached,
+            hardware=known_of(self.pools), pool_hardware=own_of(self.pools),
             cut=self._cut.said if self._cut is not None else "", paid_until_s=until_s,
             supervised=self.options.started_again, **GATES,
         )  # fmt: skip

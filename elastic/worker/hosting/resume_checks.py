@@ -281,15 +281,19 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
 
 def check_quota(spec: JobSpec, model: ModelProfile) -> None:
     """Raises SpecError where storage_quota_gb is less than two checkpoints: the newest stays until
-    the next one is stored, so that none would be after the first."""
+    the next one is stored, so that none would be after the first. One is enough where the job
+    stores that of its last step alone."""
     from elastic.worker.checkpoint.checkpoint_saver import state_bytes
     from elastic.worker.checkpoint.disk_space import GB, OVERHEAD
 
-    quota_gb, each = spec.storage_quota_gb, OVERHEAD * state_bytes(model)
-    if quota_gb is not None and quota_gb * GB < 2 * each:
+    quota_gb, every = spec.storage_quota_gb, spec.durable_every
+    once = every != "auto" and not 0 < every < spec.steps
+    needs = OVERHEAD * state_bytes(model) * (1 if once else 2)
+    if quota_gb is not None and quota_gb * GB < needs:
+        why = "" if once else ": the newest stays until the next one is stored"
         raise SpecError(
-            f"storage_quota_gb={quota_gb:g} ({size(quota_gb * GB)}) is less than two checkpoints "
-            f"({size(2 * each)}): the newest stays until the next one is stored; raise it, or "
+            f"storage_quota_gb={quota_gb:g} ({size(quota_gb * GB)}) is less than "
+            f"{'one checkpoint' if once else 'two checkpoints'} ({size(needs)}){why}; raise it, or "
             "leave it out"
         )
 
@@ -404,13 +408,12 @@ def check_not_failed(run: str, fatal: str) -> None:
         )
 
 
-def check_not_stopped(run: str, reason: str) -> None:
+def check_not_stopped(run: str, reason: str, how: str = "without --started-again") -> None:
     """Raises SpecError where a person has stopped the run (`reason`): what begins commands again by
-    itself would train on, and pay for it, where nobody wants that."""
+    itself would train on, and pay for it, where nobody wants that. `how` a person starts it."""
     if reason:
         raise SpecError(
-            f"run '{run}' was stopped: {reason}; it trains on once somebody starts it without "
-            "--started-again"
+            f"run '{run}' was stopped: {reason}; it trains on once somebody starts it {how}"
         )
 
 

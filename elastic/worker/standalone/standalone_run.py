@@ -26,6 +26,7 @@ from elastic.errors import ElasticError, SpecError
 from elastic.ledger.journal import Line
 from elastic.ledger.run_folder import DEFAULT_STORAGE, RunFolder
 from elastic.policy.state.fold import State
+from elastic.policy.stopping import stopped_by_a_person
 from elastic.storage import Storage, open_storage
 from elastic.text import n_of
 from elastic.types import (
@@ -57,6 +58,7 @@ from elastic.worker.hosting.resume_checks import (
     FoundCopies,
     check_layouts,
     check_not_done,
+    check_not_stopped,
     check_quota,
     check_same,
     found_copies,
@@ -90,6 +92,7 @@ MEET_MOST_S = 300.0
 GOODBYE_S = 10.0
 ALIVE_EVERY_S = 10.0  # rank 0 has no orders for hours while all train
 TOLD = StepDone | Evaluated | CopyFailed | PlanEntered | GuardTripped | WrongNumbers
+BY_HAND = "by hand, with a new torchrun or job"  # no restart counted by its launcher
 OTHERS = "another rank was told to stop"
 GATES = newest_gates(
     forms_ahead=False,  # no rank makes groups ahead here
@@ -268,7 +271,7 @@ class StandaloneRun:
 
         def ask(reason: str) -> None:
             with suppress(OSError):  # rank 0 is gone: there is nothing to stop
-                put(Said(0, StopAsked(f"rank {self.me.rank}: {reason}")))
+                put(Said(0, StopAsked(f"{reason} (rank {self.me.rank})")))
 
         self._passes_on(ask)
         while True:
@@ -364,7 +367,8 @@ class StandaloneRun:
             pool = Pool(POOL, accelerator_here(), most, "owned", max_nodes=len(meeting.nodes))
             start = DriverStarted(
                 self.name, lease.epoch, replace(job, fingerprint=mark).plain(), (pool,), model,
-                durable=found.copies, cut=cut.said if cut is not None else "", **GATES,
+                durable=found.copies, cut=cut.said if cut is not None else "",
+                supervised=self.begun_at_s is None, **GATES,
             )  # fmt: skip
             self._may_go_on(start, lines, state, found=found)
             known = {copy.step: copy.samples for copy in found.copies if copy.samples}
@@ -392,10 +396,12 @@ class StandaloneRun:
     def _may_go_on(
         self, start: DriverStarted, lines: list[Line], state: State | None, *, found: FoundCopies
     ) -> None:
-        """Raises SpecError where a run of this name is done, or another one."""
+        """Raises SpecError where a run of this name is done, was stopped, or is another one."""
         saved = max((copy.step for copy in found.copies), default=0)
         done = state is None or state.phase == "succeeded"
         check_not_done(self.name, self.spec.steps, saved, succeeded=done)
+        if start.supervised:
+            check_not_stopped(self.name, stopped_by_a_person(state), BY_HAND)
         check_layouts(self.spec, start.model)
         check_quota(self.spec, start.model)
         warn_of_clock(lines, time.time())

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.api.planning import aim_limits, sizing
 from elastic.api.planning import query as answers
-from elastic.api.planning import sizing
 from elastic.api.planning.model_source import Subject, of_model
 from elastic.api.planning.plan_nodes import MachineGroup, of_pool
 from elastic.api.planning.query import Query
@@ -121,3 +121,22 @@ def test_data_that_comes_too_slowly(sample_bytes: int, read: float, what: str) -
         "offers"
     ][0]["warnings"]
     assert [what in line for line in said] == ([True] if what else [])
+
+
+def test_the_phases_begin_with_the_first_offer_that_is_within_the_limits() -> None:
+    """The best one is too slow."""
+    slow = Offer(
+        Layout(dp_shard=8), (), Step(1, 1, 1), 1.0, {}, {}, 0, 0.0, 1.0, 0.4, 1.0, 1.0, 1.0, 1.0,
+        60.0, 10.0,
+    )  # fmt: skip
+    fast = replace(slow, layout=Layout(dp_replicate=8), step_s=0.5, hours=40.0, usd=30.0)
+    phases = (replace(SUBJECT, steps=9), replace(SUBJECT, steps=3))
+    both = replace(SUBJECT, phases=phases)
+    aim = Aim("cheapest", 1e12, 110.0)
+    asked = Query(both, aim, lambda *_, aim: Offers((slow, fast)))
+    data = aim_limits.plan(asked, [machines()])
+    assert [offer["layout"] for offer in data["offers"]] == ["dp_replicate=8"]
+    first, later = data["phases"]
+    assert (first["layout"], first["step_s"]) == ("dp_replicate=8", 0.5)
+    assert (first["hours"], first["usd"], later["hours"]) == (40.0, 30.0, 60.0)
+    assert (data["all_phases"]["hours"], data["all_phases"]["usd"]) == (100.0, 40.0)

@@ -85,21 +85,32 @@ def test_that_checkpoints_come_back_over_the_network_is_said_where_nobody_has_as
         assert f"from {tmp_path}, about 4.0 MB each (verify_copies)" in said
 
 
-@pytest.mark.parametrize(("quota_gb", "refused"), [(0.016, True), (0.01633, False), (None, False)])
+TWO = r"storage_quota_gb=0.016 \(16.0 MB\) is less than two checkpoints \(16.3 MB\): the newest"
+
+
+@pytest.mark.parametrize(
+    ("quota_gb", "every", "said"),
+    [
+        (0.016, "auto", TWO), (0.016, 1, TWO), (0.01633, "auto", ""), (None, "auto", ""),
+        (0.012, 2, ""), (0.012, 0, ""),
+        (0.008, 3, r"storage_quota_gb=0.008 \(8.0 MB\) is less than one checkpoint \(8.2 MB\); r"),
+    ],
+)  # fmt: skip
 def test_a_quota_of_less_than_two_checkpoints_is_wrong_input(
-    tmp_path: Path, quota_gb: float | None, refused: bool
+    tmp_path: Path, quota_gb: float | None, every: str | int, said: str
 ) -> None:
-    """The newest stays until the next is stored, which would never be. What is read again from its
-    source is in none."""
-    keys = {"steps": 2, "global_batch": 4, "storage_quota_gb": quota_gb}
+    """The newest stays until the next is stored, which would never be; one is enough where there is
+    but that of the last step. What is read again from its source is in none."""
+    keys = {
+        "steps": 2, "global_batch": 4, "storage_quota_gb": quota_gb, "checkpoint_every": every,
+    }  # fmt: skip
     spec = job_of(keys, tmp_path / "job.yaml")
     base = TensorSpec("base", (9000, 1000), "float32", trainable=False, reread=True)
     moments = OptimizerSpec(("exp_avg",))
     model = ModelProfile(1, 0, (TensorSpec("w", (1000, 1000), "float32"), base), (moments,))
-    if not refused:
+    if not said:
         resume_checks.check_quota(spec, model)
         return
-    said = r"storage_quota_gb=0.016 \(16.0 MB\) is less than two checkpoints \(16.3 MB\)"
     with pytest.raises(SpecError, match=said) as caught:
         resume_checks.check_quota(spec, model)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)

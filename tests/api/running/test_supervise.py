@@ -24,8 +24,9 @@ from elastic.cli.command_line import main
 from elastic.config.job import job_of
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
+from elastic.policy.pools import pool_allocation
 from elastic.policy.state.fold import State, fold
-from elastic.types import DriverStarted, ModelProfile, StopAsked
+from elastic.types import DriverStarted, ModelProfile, Pool, StopAsked
 from elastic.types.gates import gates_of
 
 # Ends as the words say, one word for each start: an exit code, or the number of a signal with a
@@ -212,3 +213,16 @@ def test_the_driver_of_a_script_that_is_restarted_has_the_rules_of_today(folder:
     without = {name for name, there in gates_of(start).items() if not there}
     own = {"forms_ahead", "saves_in_any", "saves_in_time", "awaits_stop", "blames_program"}
     assert without == own
+
+
+def test_it_knows_what_the_gpus_of_its_pools_compute(folder: Path) -> None:
+    """An H100 that costs 2.9 times as much as an A100 computes three times as much."""
+    file = folder / "train.py"
+    file.write_text("print('step 1: loss 1.0')")
+    spec = job_of({"name": "tiny", **FILLED}, file, "--set")
+    run = _ScriptRun(file, (), spec, options=Options(run_name="r"))
+    run.pools = (
+        Pool("old", "A100", 8, "spot", 8.0, 0, 8), Pool("new", "H100", 8, "spot", 23.0, 0, 8),
+    )  # fmt: skip
+    state = fold(State(), run._start(1, []), 0.0)
+    assert [pool.name for pool in pool_allocation.by_price(state)] == ["new", "old"]

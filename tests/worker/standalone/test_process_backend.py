@@ -152,10 +152,10 @@ def test_a_wish_to_stop_comes_from_any_rank_and_through_the_inbox(
     stage: Any, tmp_path: Path
 ) -> None:
     stage.backend.ask_stop("Ctrl-C")
-    stage.hosted.said.append(Heard(WORKERS[1], StopAsked("rank 1: a signal")))
+    stage.hosted.said.append(Heard(WORKERS[1], StopAsked("signal SIGTERM (rank 1)")))
     open_storage(tmp_path).put("inbox/1.json", json.dumps({"stop": "enough"}).encode())
     reasons = [event.reason for event in look(stage) if isinstance(event, StopAsked)]
-    assert reasons == ["rank 1: a signal", "Ctrl-C", "enough"]
+    assert reasons == ["signal SIGTERM (rank 1)", "Ctrl-C", "enough"]
 
 
 def test_a_hung_rank_is_silent(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 import pickle
 from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.worker.torchrun import job
 
+from elastic.config.job import load_job
+from elastic.policy.state.state import StopWish
+from elastic.policy.stopping import of_a_person
 from elastic.types import (
     Copy,
     CopyStored,
@@ -26,6 +32,7 @@ from elastic.types import (
     WorkerFailed,
     WorkerId,
 )
+from elastic.types.events import SIGNAL
 from elastic.types.orders import Rendezvous, WorkerOrder, WriteShard
 from elastic.worker.hosting.served_session import Said
 from elastic.worker.process.beat import Beat
@@ -37,6 +44,7 @@ from elastic.worker.standalone.rank_link import (
     SignOfLife,
     StandaloneResult,
 )
+from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun, StartRefused
 
 ME = WorkerId("node-0", 1)
 PLAN = Plan(
@@ -97,3 +105,22 @@ def test_what_is_no_word_is_as_if_the_rank_had_hung_up(text: bytes) -> None:
     theirs.send_bytes(text)
     with pytest.raises(OSError, match="not a word between ranks"):
         RankLink(mine).recv()
+
+
+def test_the_signal_of_another_rank_is_no_persons_wish(tmp_path: Path) -> None:
+    said: list[Said] = []
+    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    run = StandaloneRun(
+        load_job(job(tmp_path)), StandaloneOptions(storage=str(tmp_path / "runs")), told
+    )
+    run.stop(f"{SIGNAL}SIGTERM")
+    link = SimpleNamespace(
+        send=said.append, poll=lambda _: True, recv=lambda: Said(0, EndOfRun(None, "", 2))
+    )
+    met: Any = SimpleNamespace(links=(link,), worker=WorkerId("node-0", 1))
+    quiet: Any = SimpleNamespace(closed=True)
+    with pytest.raises(StartRefused):
+        run._followed(met, quiet)
+    (asked,) = [each.what for each in said if isinstance(each.what, StopAsked)]
+    assert asked.reason == "signal SIGTERM (rank 1)"
+    assert not of_a_person(StopWish(asked.reason, 0.0))

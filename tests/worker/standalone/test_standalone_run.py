@@ -49,6 +49,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from elastic.config.job import JobSpec, load_job
 from elastic.errors import LostContact, SpecError
 from elastic.ledger.lease import Lease, Times, newest
+from elastic.observe import find_runs
 from elastic.observe.metrics.step_rows import read_rows
 from elastic.program import load_program
 from elastic.storage import open_storage
@@ -60,7 +61,7 @@ from elastic.worker.program.job_program import with_job
 from elastic.worker.program.model_profile import trace
 from elastic.worker.standalone.layout_started import layout_of
 from elastic.worker.standalone.meeting import Meeting, Started
-from elastic.worker.standalone.rank_link import CommittedCheckpoint
+from elastic.worker.standalone.rank_link import CommittedCheckpoint, StandaloneResult
 from elastic.worker.standalone.standalone_run import StandaloneOptions, StandaloneRun
 
 TOLERANCE = 2e-5
@@ -167,7 +168,7 @@ def test_two_ranks_are_watched_stop_at_sigterm_and_go_on_as_another_layout(
     replayed = json.loads(elastic("replay", place, "--json"))
     assert replayed["identical"] and not replayed["reworded"]
     why = elastic("why", place, "--all")
-    assert "stop requested: rank 1: a signal asked it to stop" in why
+    assert "stop requested: signal SIGTERM (rank 1)" in why
     assert "generation 2: dp_shard=2 on 2 workers of 1 node" in why
     assert "tp=2" in elastic("ledger", place) and "productive" in elastic("ledger", place)
     assert "succeeded" in elastic("status", place)
@@ -237,6 +238,38 @@ def test_only_ranks_that_the_launcher_starts_again_are_no_persons_start(
     for told, again in (({}, False), ({by: "0"}, False), ({by: "2"}, True)):
         run = StandaloneRun(spec(tmp_path), wishes, told)
         assert (run.begun_at_s is None) == again
+
+
+@pytest.mark.slow
+def test_what_a_person_has_stopped_stays_so_where_the_launcher_starts_it_again(
+    tmp_path: Path,
+) -> None:
+    """Both where it has stopped, and where it was killed before it had."""
+    folder = job(tmp_path, program=str(SLOW), steps=100_000, durable_every=0)
+    place = open_storage(folder / "runs" / "tiny")
+
+    def ask(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            find_runs.order(place, {"stop": "enough"})
+
+    def ended(told: dict[str, str], *more: str) -> StandaloneResult:
+        wishes = StandaloneOptions(storage=str(folder / "runs"), hear=ask)
+        return StandaloneRun(load_job(folder, more), wishes, told).to_the_end()
+
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    first = ended({})
+    assert first.outcome == "stopped"
+    with pytest.raises(SpecError, match="was stopped: enough; it trains on once .* by hand") as no:
+        ended(again)
+    assert no.value.exit_code == 2
+    journal = tmp_path / "runs" / "tiny" / "journal.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(True)[:-1]))
+    for key in place.list("inbox/"):
+        place.delete(key)
+    more = f"steps={first.step + 2}"
+    second = ended(again, more)
+    assert (second.outcome, second.tokens) == ("stopped", 0)
+    assert ended({}, more).outcome == "succeeded"
 
 
 def test_ranks_that_share_a_gpu_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
