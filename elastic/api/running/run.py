@@ -274,7 +274,9 @@ class JobRun:
             print(SENTENCE, file=self._out())
         job = self.spec.job()
         model = profile_of(self.program, job)
-        check_quota(self.spec, model)
+        attached = self._attaches(state)
+        known = state.committed if state is not None else ()
+        check_quota(self.spec, model, stored=bool(known) and not attached)
         if n_samples is not None:
             notes = check_loss(job, self.program)
             model = with_few(model, self.spec, n_samples)
@@ -283,8 +285,6 @@ class JobRun:
             model = replace(model, notes=(*model.notes, few))
         if read := reads_back(self.spec, self.storage, model):
             model = replace(model, notes=(*model.notes, read))
-        attached = self._attaches(state)
-        known = state.committed if state is not None else ()
         self._found = found = found_copies(self.storage, known, attached=attached)
         start = DriverStarted(
             self.name,

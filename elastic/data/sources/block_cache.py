@@ -50,6 +50,7 @@ CHECKED_MOST = 1 << 18
 N_LOCKS = 64  # blocks share them
 USED_EVERY_S = 60.0  # how exactly the last use of a block is noted
 ROOM = 0.9  # of the limit that is left when blocks had to go
+FULL_S = 60.0  # after the disk was full nothing is kept that is not worth its fetch
 OLD_S = 3600.0  # unfinished files of this age belong to nobody
 WAIT_S = 0.1  # between looks at another process that builds
 SIZES = "sizes.json"  # of what is built: written last
@@ -88,6 +89,7 @@ class BlockCache:
         # name of a block -> inode that was found right; the last used
         self._checked: OrderedDict[str, int] = OrderedDict()
         self._counted, self._missed = False, 0
+        self._full_until_s = 0.0  # the disk was full: by this process's clock
         self._last = ("", 0, b"")  # range that was fetched: digest of its file, first byte, bytes
         try:
             for name in ("blocks", "built", "locks"):
@@ -220,6 +222,7 @@ class BlockCache:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
+            self._full_until_s = time.monotonic() + FULL_S
             LOG.warning(
                 "%s: %s; what does not fit is read again each time", self.folder, error.strerror
             )
@@ -240,7 +243,8 @@ class BlockCache:
 
     def _has_room(self, n_bytes: int) -> bool:
         """For a block, so that none has to go."""
-        return self._total() + n_bytes + SUM_BYTES <= ROOM * self.limit_bytes
+        full = time.monotonic() < self._full_until_s
+        return not full and self._total() + n_bytes + SUM_BYTES <= ROOM * self.limit_bytes
 
     def _total(self) -> int:
         try:

@@ -279,15 +279,15 @@ def check_layouts(spec: JobSpec, model: ModelProfile) -> None:
             )
 
 
-def check_quota(spec: JobSpec, model: ModelProfile) -> None:
+def check_quota(spec: JobSpec, model: ModelProfile, *, stored: bool) -> None:
     """Raises SpecError where storage_quota_gb is less than two checkpoints: the newest stays until
     the next one is stored, so that none would be after the first. One is enough where the job
-    stores that of its last step alone."""
+    stores that of its last step alone, and none is `stored`."""
     from elastic.worker.checkpoint.checkpoint_saver import state_bytes
     from elastic.worker.checkpoint.disk_space import GB, OVERHEAD
 
     quota_gb, every = spec.storage_quota_gb, spec.durable_every
-    once = every != "auto" and not 0 < every < spec.steps
+    once = not stored and every != "auto" and not 0 < every < spec.steps
     needs = OVERHEAD * state_bytes(model) * (1 if once else 2)
     if quota_gb is not None and quota_gb * GB < needs:
         why = "" if once else ": the newest stays until the next one is stored"

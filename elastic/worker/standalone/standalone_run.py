@@ -403,7 +403,7 @@ class StandaloneRun:
         if start.supervised:
             check_not_stopped(self.name, stopped_by_a_person(state), BY_HAND)
         check_layouts(self.spec, start.model)
-        check_quota(self.spec, start.model)
+        check_quota(self.spec, start.model, stored=bool(found.copies))
         warn_of_clock(lines, time.time())
         check_same(lines, start, found.meta, allow_changed=self.wishes.allow_changed)
         for damaged in found.damaged:

@@ -109,10 +109,13 @@ def test_a_quota_of_less_than_two_checkpoints_is_wrong_input(
     moments = OptimizerSpec(("exp_avg",))
     model = ModelProfile(1, 0, (TensorSpec("w", (1000, 1000), "float32"), base), (moments,))
     if not said:
-        resume_checks.check_quota(spec, model)
+        resume_checks.check_quota(spec, model, stored=False)
+        if quota_gb == 0.012:  # a stop has stored one, which stays until that of the last step is
+            with pytest.raises(SpecError, match="is less than two checkpoints"):
+                resume_checks.check_quota(spec, model, stored=True)
         return
     with pytest.raises(SpecError, match=said) as caught:
-        resume_checks.check_quota(spec, model)
+        resume_checks.check_quota(spec, model, stored=False)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
 

@@ -160,6 +160,20 @@ def test_a_full_disk_only_costs_time(
     assert "No space left" in caplog.text and bool(blocks(cache)) == (refused != "block")
 
 
+def test_on_a_full_disk_no_whole_blocks_are_fetched_for_their_larger_half(
+    far: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    cache = BlockCache()
+    cache.expect(2 * cache.limit_bytes)
+    for number in range(5):
+        cache.read(far, number * BLOCK, BLOCK * 3 // 5)
+    assert caplog.text.count("No space left") == 1
+
+
 def test_what_is_remembered_of_blocks_is_bounded(
     far: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
