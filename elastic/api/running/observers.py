@@ -19,6 +19,8 @@ from elastic.observe.metrics.metrics_files import MetricsFiles, OnStep
 from elastic.observe.metrics.run_numbers import Sample
 from elastic.observe.trackers.tracking import Tracking
 
+KEPT_OF_TRACKERS = "live-trackers.kept"  # in the run's folder
+
 
 def check_port(asked: int | str | None, keys: Mapping[str, Any]) -> None:
     """Raises SpecError where the port is taken that an option, or else the job's unchecked keys,
@@ -61,9 +63,9 @@ class Observers:
             self._stack.callback(tracking.close)
         # its port is free again before trackers are waited for: the next driver may want it
         tell = self._tellers(spec.metrics_port if port is None else port, say, ray)
-        self._live: LiveNumbers | None = None
-        if tell or tracking is not None:
-            self._live = LiveNumbers(place, tell, (tracking,) if tracking is not None else ())
+        self._live = [LiveNumbers(place, tell)] if tell else []
+        if tracking is not None:  # waits for libraries, and the numbers do not
+            self._live.append(LiveNumbers(place, (), (tracking,), kept=KEPT_OF_TRACKERS))
 
     def _tellers(
         self, port: int | str | None, say: Callable[[str], None], ray: bool
@@ -90,21 +92,21 @@ class Observers:
         """`before`: the newest lines of earlier drivers; `epoch`: this driver's."""
         self._started = True
         self._files.start(before)
-        if self._live is not None:
-            self._live.start(before, epoch)
+        for live in self._live:
+            live.start(before, epoch)
 
     def hear(self, line: Line) -> None:
         self._files.hear(line)
-        if self._live is not None:
-            self._live.hear(line)
+        for live in self._live:
+            live.hear(line)
 
     def close(self) -> None:
         """Waits a bounded time until all is sent."""
         if self._started:
             self._started = False
             self._files.close()
-            if self._live is not None:
-                self._live.close()
+            for live in self._live:
+                live.close()
         self._stack.close()
 
 

@@ -81,16 +81,20 @@ class _Kept:
 
 class LiveNumbers(HeardLines):
     """`tell`: called with all values every few seconds. Raises nothing into the run: what fails is
-    said once in the log and asked no more."""
+    said once in the log and asked no more. A reader may hold its thread up: `tell` belongs into
+    another one's then. `kept`: its file, which is no other one's."""
 
     def __init__(
         self,
         run: RunFolder,
         tell: Sequence[Callable[[str, Sequence[Sample]], None]],
         readers: Sequence[JournalReader] = (),
+        *,
+        kept: str = KEPT,
     ) -> None:
         super().__init__(self._follow, "live numbers", read=run.lines)
         self._run, self._tell, self._readers = run, [*tell], [*readers]
+        self._kept = kept
         self._numbers = RunNumbers()
         self._growth: JournalGrowth | None = None  # of the journal's file; None = nothing is kept
         self._copies, self._is_kept = StoredCopies(run), False  # by this driver
@@ -120,7 +124,7 @@ class LiveNumbers(HeardLines):
             self._growth = JournalGrowth(self._run)
             return
         self._fetch()
-        kept = kept_reading.read(self._run.folder / KEPT, _Kept)
+        kept = kept_reading.read(self._run.folder / self._kept, _Kept)
         growth = JournalGrowth(self._run, kept.place if kept is not None else None)
         lines = growth.look()
         first = next(lines, None)
@@ -141,9 +145,9 @@ class LiveNumbers(HeardLines):
         That stays where nothing else can be had."""
         if self._run.storage.remote:
             with suppress(OSError):
-                stored = self._run.storage.get(KEPT)
+                stored = self._run.storage.get(self._kept)
                 if kept_reading.of_text(stored, _Kept) is not None:
-                    kept_reading.write(self._run.folder / KEPT, stored)
+                    kept_reading.write(self._run.folder / self._kept, stored)
 
     def _resumes(self, kept: _Kept) -> bool:
         if len(kept.readers) != len(self._readers):
@@ -217,12 +221,12 @@ class LiveNumbers(HeardLines):
             if all(map(lambda r, s: r.settled(s), self._readers, standings)):
                 self._text = None
                 with suppress(OSError):
-                    kept_reading.write(self._run.folder / KEPT, text)
+                    kept_reading.write(self._run.folder / self._kept, text)
                     self._is_kept = True
                     self._send()
 
     def _send(self, last: bool = False) -> None:
         if not self._run.storage.remote or not self._is_kept or self._is_away:
             return
-        if (error := self._copies.send([KEPT], last=last)) is not None:
-            log.info("%s: %s is not stored for now (%s)", self._run.name, KEPT, error)
+        if (error := self._copies.send([self._kept], last=last)) is not None:
+            log.info("%s: %s is not stored for now (%s)", self._run.name, self._kept, error)
