@@ -148,6 +148,9 @@ class Gates:
     # a generation is entered for as long as its workers make progress with their state, else for
     # ten minutes
     heeds_loading: bool = False
+    # a node that is short of memory more than three times in a row is left, however long each
+    # attempt takes, else only where that happens within an hour
+    counts_short: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

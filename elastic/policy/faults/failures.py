@@ -332,8 +332,12 @@ def _asserted(state: State, event: WorkerFailed, text: str, *, at_s: float) -> S
 def short_of_memory(state: State, node: Node, reason: str, *, at_s: float) -> State:
     """A process that is gone still holds memory of its GPU, and the node has others: it is looked
     at again, not released. It counts as a failure of one of its processes."""
-    state = _with_failure(state, node.node_id, at_s)
-    return replace(state, short={**state.short, node.node_id: reason})
+    name = node.node_id
+    before = state.process_failures.get(name, ())
+    state, known = _with_failure(state, name, at_s), state.short.get(name, ())
+    if known and state.process_failures[name][-1:] == before[-1:]:
+        known = known[:-1]  # another of its workers, at the same time
+    return replace(state, short={**state.short, name: (*known, reason)})
 
 
 def _with_failure(state: State, name: str, at_s: float, *, counts: bool = True) -> State:

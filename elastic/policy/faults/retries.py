@@ -74,6 +74,9 @@ def worn_out(state: State, node_id: str, now_s: float) -> str:
             f"time: {silent[-1]})"
         )
     hour = [t for t in state.process_failures.get(node_id, ()) if t > now_s - 3600]
-    if len(hour) <= PROCESS_MOST:
-        return ""
-    return f"{len(hour)} of its processes failed within an hour, {PROCESS_MOST} are replaced"
+    if len(hour) > PROCESS_MOST:
+        return f"{len(hour)} of its processes failed within an hour, {PROCESS_MOST} are replaced"
+    short = len(state.short.get(node_id, ()))
+    if state.counts_short and short > PROCESS_MOST:
+        return f"it was short of memory {short} times in a row, {PROCESS_MOST} are borne"
+    return ""

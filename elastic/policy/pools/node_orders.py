@@ -114,7 +114,7 @@ def _prepare(state: State, now_s: float) -> Decision:
         )
         if why:
             why += (
-                f" (the last time: {state.short[node.node_id]})"
+                f" (the last time: {state.short[node.node_id][-1]})"
                 if node.node_id in state.short
                 else ""
             )

@@ -230,8 +230,8 @@ class State(Gates):
     faulty: Mapping[WorkerId, str] = field(default_factory=dict)
     device_errors: tuple[tuple[int, str], ...] = ()  # step, node: of the newest such errors
     asserts: tuple[int, ...] = ()  # steps in which a device-side assert was reported, newest last
-    # nodes on which memory was not free again -> what was missing
-    short: Mapping[str, str] = field(default_factory=dict)
+    # nodes on which memory was not free again -> what was missing, each time since it was prepared
+    short: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # nodes that we leave without being told to; released when no state is left on them
     given_up: frozenset[str] = frozenset()
     dead: frozenset[WorkerId] = frozenset()  # processes that are continued nodes that are not

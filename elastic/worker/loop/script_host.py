@@ -34,6 +34,7 @@ from elastic.worker.loop.loop_model import GenerationAborted, outline_of
 from elastic.worker.loop.trial import Entered, FirstBatch, Steps, Trial, is_found, trains
 from elastic.worker.parallel.keyed_draws import KeyedDraws
 from elastic.worker.process.call_log import CallLog
+from elastic.worker.process.cuda_errors import out_of_memory
 from elastic.worker.process.readback import Number
 from elastic.worker.process_groups.transport import is_collective_error
 from elastic.worker.program.calls import ModelCall
@@ -81,7 +82,6 @@ NO_CALL = (
     "itself, with tensors, before what ends there"
 )
 DONE_ALREADY = "run.model and the batches are this rank's parts, on its device"
-MEMORY = (torch.OutOfMemoryError, MemoryError)
 OTHERS_BYTES = 4 << 30  # on a GPU that a script has for itself: CUDA's contexts
 RAISED = (ProgramError, SpecError, NodeMemoryFull)  # a script does not begin again by itself
 WHOLE_MODEL = (
@@ -359,7 +359,7 @@ class Script:
         for itself. What the script makes of zeros, or of numbers that are not there, is no error of
         its own."""
         has_a_batch = self._inside and "step_index" in vars(self.run)
-        full = isinstance(error, MEMORY) and has_a_batch
+        full = out_of_memory(error) and has_a_batch
         if full or self._inside and is_collective_error(error):
             return error.with_traceback(None)
         own = isinstance(error, Exception | SystemExit)
@@ -378,9 +378,14 @@ class Script:
 
     def _of_the_node(self, error: BaseException) -> bool:
         """Did memory give out that others may have taken, as that of the host?"""
-        if not isinstance(error, torch.OutOfMemoryError) or self.device.type != "cuda":
+        if self.device.type != "cuda" or isinstance(error, MemoryError):
             return isinstance(error, MemoryError)
-        free, total = torch.cuda.mem_get_info(self.device)
+        if not out_of_memory(error):
+            return False
+        try:
+            free, total = torch.cuda.mem_get_info(self.device)
+        except RuntimeError:
+            return True  # filled, or lost: it cannot be asked
         return total - free - torch.cuda.memory_reserved(self.device) > OTHERS_BYTES
 
     # -------------------------------------------------------------------------- the training thread

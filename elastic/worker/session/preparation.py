@@ -41,7 +41,7 @@ from elastic.worker.process.allocator import rounds_pinned
 from elastic.worker.process.cuda_errors import device_lost, holds_lost, is_assert
 from elastic.worker.process.fault_injection import DeviceFaults
 from elastic.worker.process.gpu_health import DeviceNotes
-from elastic.worker.profile.node_checks import Checks, NodeRejected
+from elastic.worker.profile.node_checks import Checks, NodeRejected, awaited
 from elastic.worker.profile.node_load import LoadReports
 from elastic.worker.profile.sample_profile import sample_profile
 from elastic.worker.program.job_program import with_job
@@ -103,6 +103,7 @@ class Preparation:
             self.report(self._refused(refused))
             return
         except NodeMemoryFull as full:
+            awaited(1, lambda: int(is_wanted()), tick=self._progress)  # others may free theirs
             self.report(self._refused(NodeRejected(str(full), may_pass=True)))
             return
         except Exception as error:  # noqa: BLE001 - the worker's boundary: whatever the program raises becomes a message

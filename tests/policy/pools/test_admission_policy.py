@@ -149,6 +149,26 @@ def test_memory_that_a_killed_process_still_holds_gives_no_node_back() -> None:
     assert "(the last time: 8.00 GiB of a GPU's memory" in order.reason
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_machine_that_stays_short_of_memory_is_left_however_slow_its_attempts(
+    counts: bool,
+) -> None:
+    """Two workers report each attempt, and no four attempts fall into one hour."""
+    story = Story(pools=(FIXED,))
+    story.state = replace(story.state, counts_short=counts)
+    story.running("a", gpus=2, steps=5)
+    for k in range(2):
+        story.tick(WorkerFailed(WorkerId("a", k), 0, "process", "exit code -9"))
+    why = "train.py, line 6: MemoryError: 400 GiB"
+    short = NodeRefused("a", why, "fixed", may_pass=True)
+    found = [orders(story.tick(short, short, after_s=1500.0), Quarantine) for _ in range(5)]
+    assert [len(orders_of) for orders_of in found] == [0, 0, 0, int(counts), 0]
+    if counts:
+        assert found[3][0].reason == (
+            f"it was short of memory 4 times in a row, 3 are borne (the last time: {why})"
+        )
+
+
 def test_a_new_node_without_memory_is_given_back() -> None:
     story = Story(pools=(replace(SPOT, max_nodes=2),))
     story.tick(NodeReady(Node("a", "spot")), NodeReady(Node("b", "spot")))

@@ -28,6 +28,10 @@ BODY = "    for x in run:\n        run.backward(run.model(x).sum())\n        run
 SAID = "CUDA out of memory. Tried to allocate 26.00 GiB. GPU 0 has a total capacity of 23.68 GiB."
 MORE = " Including non-PyTorch memory, this process has 2.00 MiB memory in use."
 FULL = f"raise torch.OutOfMemoryError({SAID + MORE!r})\n"  # as model.to("cuda")
+NOT_OF_TORCH = (
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: out of memory",
+)
 
 
 def script(folder: Path, text: str) -> Script:
@@ -80,18 +84,41 @@ def test_memory_of_the_host_is_the_nodes_and_tried_again_by_who_asks_again(tmp_p
     assert host._stand().program.settings["steps"] == 2
 
 
-@pytest.mark.parametrize(("others_gb", "kind"), [(1, "program"), (20, "infrastructure")])
+@pytest.mark.parametrize("said", ["", *NOT_OF_TORCH])
+@pytest.mark.parametrize(
+    ("others_gb", "kind"), [(1, "program"), (20, "infrastructure"), (None, "infrastructure")]
+)
 def test_a_gpu_that_others_have_filled_is_no_error_of_the_script(
-    others_gb: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    others_gb: int | None, kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """None: of the GPU's memory nothing can be learned."""
+
+    def memory(device: torch.device) -> tuple[int, int]:
+        if others_gb is None:
+            raise RuntimeError("CUDA error: out of memory")
+        return (23 - 3 - others_gb) << 30, 23 << 30
+
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 30)
-    left = (23 - 3 - others_gb) << 30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left, 23 << 30))
-    host = script(tmp_path, f"{HEAD}{FULL}{ENTER}{BODY}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    full = f"raise RuntimeError({said!r})\n" if said else FULL
+    host = script(tmp_path, f"{HEAD}{full}{ENTER}{BODY}")
     host.device = torch.device("cuda")
-    error = raised(host)
-    assert kind_of(error) == kind and "train.py, line 6: OutOfMemoryError: " in text_of(error)
+    error, name = raised(host), "RuntimeError" if said else "OutOfMemoryError"
+    assert kind_of(error) == kind and f"train.py, line 6: {name}: " in text_of(error)
+
+
+@pytest.mark.parametrize("said", NOT_OF_TORCH)
+def test_memory_that_gives_out_over_a_batch_is_no_error_of_the_script(
+    said: str, tmp_path: Path
+) -> None:
+    body = BODY.replace("run.backward", f"raise RuntimeError({said!r})\n        run.backward")
+    (tmp_path / "train.py").write_text(f"{HEAD}{ENTER}{body}")
+    at_loop = ScriptAtLoop.of(tmp_path / "train.py", [], 0, 2)
+    at_loop.begin()
+    with pytest.raises(RuntimeError) as caught:
+        at_loop.script.compute(at_loop.batch(0, 0), 0, 0)
+    assert kind_of(caught.value) == "out_of_memory"
 
 
 def test_a_scale_that_only_the_worker_has_is_refused_there(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from elastic.ledger.journal import Journal
 from elastic.types import Decision, Job, NodeRefused, Prepare, Stop, WorkerFailed, WorkerId
 from elastic.types.orders import WorkerOrder
 from elastic.worker.process.fault_injection import DeviceFaults
+from elastic.worker.profile import node_checks
 from elastic.worker.profile.node_checks import NodeRejected
 from elastic.worker.session.preparation import Preparation
 from elastic.worker.session.session import Session
@@ -200,10 +202,17 @@ def test_the_process_of_a_device_side_assert_is_ended_and_that_of_a_lost_device_
     assert ended == [ME]
 
 
-def test_a_script_without_memory_before_its_loop_is_the_nodes(tmp_path: Path) -> None:
+def test_a_script_without_memory_before_its_loop_is_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is reported when others have had time to free theirs."""
+    monkeypatch.setattr(node_checks, "FREE_MOST_S", 2.0)
     (tmp_path / "train.py").write_text("big = [0]\nraise MemoryError('400 GiB')\n")
     made, events = preparation()
     made.job = Job(script=str(tmp_path / "train.py"))
+    began_s, phases = time.monotonic(), list[str]()
+    made.at_phase = lambda phase, step: phases.append(phase)
     prepare(made)
+    assert time.monotonic() >= began_s + 2.0 and len(phases) >= 3
     why = f"{tmp_path}/train.py, line 2: MemoryError: 400 GiB"
     assert events == [NodeRefused("a", why, may_pass=True)]
