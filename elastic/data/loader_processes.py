@@ -249,7 +249,7 @@ def _serve(pipe: Connection, opened: Callable[[Job], Any] = _dataset) -> None:
         if dataset is None and (problem is None or problem.kind is not ProgramError):
             try:
                 dataset = opened(job)
-            except Exception as error:  # noqa: BLE001 - a boundary: what is asked for next is told
+            except Exception as error:  # noqa: BLE001 - a boundary: the answer to what is asked next
                 problem = Unread.of(None, error)
         parts, step = pickle.loads(pipe.recv_bytes())
         answer: Any = problem

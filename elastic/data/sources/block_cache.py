@@ -142,10 +142,9 @@ class BlockCache:
 
     def _range(self, file: Remote, number: int, skip: int, *, n: int) -> bytes | None:
         """Without its block; None = the whole one is to be kept. What is full stays as it is: each
-        miss in place of what was not used for the longest time would leave little of it until
-        that is read again. Where it follows on the last
-        one, twice as much is fetched: a file may be read in small pieces from its beginning to its
-        end."""
+        miss in place of what was not used for the longest time would leave little of it until that
+        is read again. Where it follows on the last one, twice as much is fetched: a file may be
+        read in small pieces from its beginning to its end."""
         digest, at, n_block = file.digest, number * BLOCK_BYTES, _block_bytes(file, number)
         offset = at + skip
         of, first, data = self._last
