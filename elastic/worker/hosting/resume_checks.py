@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 CLOCK_S = 5.0  # that two clocks may differ by, unsaid
 # storage that does not answer is said, and waited for, before a run has begun
-TELL_AFTER_S, TAKE_MOST_S = 5.0, 300.0
+TELL_AFTER_S, TAKE_MOST_S, LEFT_MOST_S = 5.0, 300.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,11 @@ def taken(storage: Storage, run: str, *, patient: bool = False) -> Lease:
     StorageFailed where it does not answer."""
     with writable(storage.uri):
         lease = _waited_for(lambda: Lease(storage, run, patient=patient), storage.uri, run)
-        warn_of_storage_clock(storage, lease.sign)
+        try:
+            warn_of_storage_clock(storage, lease.sign)
+        except BaseException:
+            lease.release()
+            raise
         return lease
 
 
@@ -166,7 +170,8 @@ def writable(where: str) -> Iterator[None]:
 
 
 def _waited_for(take: Callable[[], Lease], where: str, run: str) -> Lease:
-    """A lease that comes when nobody waits for it any more is released."""
+    """A lease that comes when nobody waits for it any more is released, also at a signal: the
+    process may end right behind this."""
     answer: Future[Lease] = Future()
 
     def work() -> None:
@@ -180,7 +185,8 @@ def _waited_for(take: Callable[[], Lease], where: str, run: str) -> Lease:
         elif lease is not None:
             lease.release()
 
-    threading.Thread(target=work, name="lease-begin", daemon=True).start()
+    thread = threading.Thread(target=work, name="lease-begin", daemon=True)
+    thread.start()
     text = "run '%s': %s has not answered after %.0f s, or a driver before it may live: %s"
     try:
         if not wait([answer], TELL_AFTER_S).done:
@@ -191,8 +197,12 @@ def _waited_for(take: Callable[[], Lease], where: str, run: str) -> Lease:
                 "run it again when it does"
             )
         return answer.result()
-    finally:
-        answer.cancel()
+    except BaseException:
+        if answer.cancel():
+            thread.join(LEFT_MOST_S)
+        elif answer.exception() is None:
+            answer.result().release()
+        raise
 
 
 def warn_of_storage_clock(storage: Storage, sign: Sign) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,18 @@ class Silent(LocalStorage):
     def list(self, prefix: str = "", after: str = "") -> list[str]:
         assert self.answers.wait(60.0)
         return super().list(prefix, after)
+
+
+class EndedBehindTheSign(LocalStorage):
+    """The process is told to end while its sign of life is written; what follows takes a while."""
+
+    def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        written = super().put(key, data, if_absent)
+        main = threading.main_thread().ident
+        if written and b'"n": 0' in data and main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.1)
+        return written
 
 
 @pytest.mark.parametrize(
@@ -96,3 +110,12 @@ def test_storage_that_answers_late_is_taken(
         lease = taken(storage, "x")
     assert lease.certain and len(caplog.messages) == 1
     lease.release()
+
+
+def test_a_driver_that_is_told_to_end_while_it_takes_its_lease_gives_it_back(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        taken(EndedBehindTheSign(tmp_path / "x"), "x")
+    sign = newest(LocalStorage(tmp_path / "x"))
+    assert sign is not None and sign.released, "the process may end now"
