@@ -77,7 +77,11 @@ class Run:
             assert self.process.poll() is None, self.said()
             return done()
 
-        until(look, lambda: f"{what}; {self.members()} train, step {self.step()}", within_s)
+        until(
+            look,
+            lambda: f"{what}; {self.members()} train, step {self.step()}; {self.said()}",
+            within_s,
+        )
 
     def trains(self, *nodes: str, steps: int = 3) -> None:
         """These nodes, and no others."""

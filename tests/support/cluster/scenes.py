@@ -207,11 +207,15 @@ def killed_driver(hand: Stagehand) -> None:
     """Without its driver a run saves and leaves after the lease; its nodes end and its request is
     cleared."""
     text = DRIVER.format(here=str(TESTS), address=ADDRESS, folder=str(hand.folder))
-    with subprocess.Popen(
-        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True
-    ) as driver:
+    said = hand.folder / "third.err"
+    with (
+        said.open("w") as err,
+        subprocess.Popen(
+            [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=err, text=True
+        ) as driver,
+    ):
         assert driver.stdout is not None
-        assert driver.stdout.readline().strip() == "prepared"
+        assert driver.stdout.readline().strip() == "prepared", said.read_text()[-3000:]
         os.kill(driver.pid, signal.SIGKILL)
     assert list(hand.nodes().values()) == ["safe"]
     began_s = time.monotonic()
