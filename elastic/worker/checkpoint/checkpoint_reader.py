@@ -41,7 +41,7 @@ SCRATCH_BYTES = 64 << 20  # of all threads together; a single larger blob still 
 RUN_BYTES = 8 << 20  # small blobs that lie together are read at once, up to this much
 SMALL_BYTES = 256 << 10
 THREADS, THREADS_REMOTE = 4, 16
-VERIFY_BYTES = 8 << 20
+VERIFY_BYTES, VERIFY_REMOTE_BYTES = 8 << 20, 64 << 20  # read at once; from there in several ranges
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ class Checkpoint:
                 self._storage.forget(note.name)
                 manifest = shards.get(note.name)
                 if manifest is not None:
-                    for entry in manifest.entries:
-                        self._verify_blob(note.name, entry, paced)
-                elif _file_sha256(self._storage, note, paced) != note.sha256:
+                    for blobs in _together(manifest.entries, self._at_once):
+                        self._verify_blobs(note.name, blobs, paced)
+                elif self._sha256(note, paced) != note.sha256:
                     raise Damaged(
                         f"{self._storage.uri_of(note.name)}: altered (its SHA-256 is not the one "
                         f"in {MARKER})"
@@ -290,16 +290,33 @@ class Checkpoint:
         hasher.update(part)
         self.tick()
 
-    def _verify_blob(self, name: str, entry: BlobEntry, paced: Callable[[int], object]) -> None:
-        hasher = hasher_for(entry.digest)
-        for offset in range(entry.offset, entry.offset + entry.length, VERIFY_BYTES):
-            part = self._storage.read(
-                name, offset, min(VERIFY_BYTES, entry.offset + entry.length - offset)
-            )
-            hasher.update(memoryview(part))
+    @property
+    def _at_once(self) -> int:
+        return VERIFY_REMOTE_BYTES if self._storage.remote else VERIFY_BYTES
+
+    def _verify_blobs(
+        self, name: str, blobs: Sequence[BlobEntry], paced: Callable[[int], object]
+    ) -> None:
+        """Of such as lie one after the other."""
+        hashers = [hasher_for(entry.digest) for entry in blobs]
+        end = blobs[-1].offset + blobs[-1].length
+        for offset in range(blobs[0].offset, end, self._at_once):
+            part = memoryview(self._storage.read(name, offset, min(self._at_once, end - offset)))
+            for entry, hasher in zip(blobs, hashers, strict=True):
+                at = entry.offset - offset
+                hasher.update(part[max(0, at) : max(0, at + entry.length)])
             paced(len(part))
-        if hasher.text() != entry.digest:
-            raise Damaged(f"{self._where(name, entry)} is altered")
+        for entry, hasher in zip(blobs, hashers, strict=True):
+            if hasher.text() != entry.digest:
+                raise Damaged(f"{self._where(name, entry)} is altered")
+
+    def _sha256(self, note: FileNote, paced: Callable[[int], object]) -> str:
+        digest = sha256()
+        for offset in range(0, note.n_bytes, self._at_once):
+            part = self._storage.read(note.name, offset, self._at_once)
+            digest.update(part)
+            paced(len(part))
+        return digest.hexdigest()
 
     def _where(self, name: str, entry: BlobEntry) -> str:
         return (
@@ -349,6 +366,19 @@ def _runs(pieces: Iterable[_Piece], remote: bool) -> Iterator[list[_Piece]]:
         yield run
 
 
+def _together(entries: Iterable[BlobEntry], most: int) -> Iterator[list[BlobEntry]]:
+    """Those that lie one after the other, of so many bytes at most; a longer one is alone."""
+    run: list[BlobEntry] = []
+    for entry in entries:
+        end = entry.offset + entry.length
+        if run and (run[-1].offset + run[-1].length != entry.offset or end - run[0].offset > most):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
+
+
 def _straight(piece: _Piece) -> memoryview | None:
     """The memory of the destination that the whole blob fills; None where it must go through
     scratch memory."""
@@ -385,12 +415,3 @@ def check_size(storage: Storage, note: FileNote, sizes: Sizes) -> None:
         raise Damaged(
             f"{where}: truncated or altered ({n_bytes} bytes, {note.n_bytes} were committed)"
         )
-
-
-def _file_sha256(storage: Storage, note: FileNote, paced: Callable[[int], object]) -> str:
-    digest = sha256()
-    for offset in range(0, note.n_bytes, VERIFY_BYTES):
-        part = storage.read(note.name, offset, VERIFY_BYTES)
-        digest.update(part)
-        paced(len(part))
-    return digest.hexdigest()
