@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from math import prod
@@ -25,7 +25,15 @@ from elastic.errors import SpecError, StorageDamaged
 from elastic.reshard.rank_boxes import EXTRA, Region, meet
 from elastic.storage import Sizes, Storage
 from elastic.types import Box, TensorSpec
-from elastic.worker.checkpoint.blob import Hasher, check_head, decode_blob, hasher_for
+from elastic.worker.checkpoint.blob import (
+    UNCHECKED,
+    Blob,
+    Hasher,
+    check_head,
+    decode_blob,
+    find_data_in,
+    hasher_for,
+)
 from elastic.worker.checkpoint.checkpoint_format import (
     MARKER,
     BlobEntry,
@@ -74,6 +82,7 @@ class Checkpoint:
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         self.tick: Callable[[], object] = lambda: None
         self._scratch = _Scratch(SCRATCH_BYTES)
+        self._data: dict[tuple[str, int], int | None] = {}  # file and offset of a blob -> in it
         self._entries: dict[str, dict[Region, tuple[str, BlobEntry]]] = {}
         for manifest in manifests:
             for entry in manifest.entries:
@@ -214,6 +223,8 @@ class Checkpoint:
 
     def _read_run(self, run: Sequence[_Piece]) -> None:
         """Blobs that lie one after the other in a file."""
+        if len(run) == 1 and self._read_rows(run[0]):
+            return
         if len(run) == 1 and not self._storage.remote:
             straight = _straight(run[0])
             if straight is not None:
@@ -249,8 +260,37 @@ class Checkpoint:
             raise Damaged(
                 f"{self._where(piece.name, entry)} is no tensor of that kind ({error})"
             ) from error
-        target = piece.out[_window(piece.shared, piece.box.offsets)]
-        target.copy_(tensor[_window(piece.shared, entry.box.offsets)])
+        _put(piece, tensor, entry.box)
+
+    def _read_rows(self, piece: _Piece) -> bool:
+        """Those that are wanted alone, of a blob without a digest (of plain DCP), which may be a
+        whole tensor; False: it has to be read whole."""
+        entry, (offsets, sizes) = piece.entry, piece.shared
+        box = entry.box
+        if entry.digest != UNCHECKED or not box.sizes or sizes[0] == box.sizes[0]:
+            return False
+        begin = self._data_of(piece)
+        if begin is None:
+            return False
+        rows = replace(
+            box, offsets=(offsets[0], *box.offsets[1:]), sizes=(sizes[0], *box.sizes[1:])
+        )
+        begin += (offsets[0] - box.offsets[0]) * (box.n_bytes // box.sizes[0])
+        with self._scratch.take(rows.n_bytes) as data:
+            if self._read(piece, entry.offset + begin, data) < rows.n_bytes:
+                raise Damaged(f"{self._where(piece.name, entry)} is truncated")
+            values = torch.frombuffer(data, dtype=getattr(torch, box.dtype)).reshape(rows.sizes)
+            _put(piece, values, rows)
+        return True
+
+    def _data_of(self, piece: _Piece) -> int | None:
+        """Where the memory of the tensor begins in the blob; None where it does not lie there as it
+        is. Found out once."""
+        entry, key = piece.entry, (piece.name, piece.entry.offset)
+        if key not in self._data:
+            blob = Blob(lambda at, into: self._read(piece, entry.offset + at, into), entry.length)
+            self._data[key] = find_data_in(blob, entry.box)
+        return self._data[key]
 
     def _read_straight(self, piece: _Piece, target: memoryview) -> None:
         entry = piece.entry
@@ -394,6 +434,12 @@ def _straight(piece: _Piece) -> memoryview | None:
         return None
     memory: Any = target.reshape(-1).view(torch.uint8).numpy()
     return memoryview(memory)
+
+
+def _put(piece: _Piece, values: Tensor, of: Box) -> None:
+    """What is wanted of it, to its place. `of`: what the values are."""
+    target = piece.out[_window(piece.shared, piece.box.offsets)]
+    target.copy_(values[_window(piece.shared, of.offsets)])
 
 
 def _window(region: Region, origin: tuple[int, ...]) -> tuple[slice, ...]:

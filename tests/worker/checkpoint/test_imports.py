@@ -4,9 +4,11 @@ their names."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file, save_model
 from support.places import PROGRAMS
 
@@ -14,8 +16,11 @@ from elastic.errors import SpecError
 from elastic.program import Program, load_program
 from elastic.reshard.rank_boxes import state_specs
 from elastic.storage import open_storage
+from elastic.storage.local import LocalStorage
+from elastic.types import Box
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_verbs
 from elastic.worker.checkpoint.checkpoint_verbs import ImportRequest, import_state
+from elastic.worker.checkpoint.foreign_dcp import open_plain
 from elastic.worker.program.model_profile import fresh_buffers, trace
 
 
@@ -74,3 +79,36 @@ def test_a_tied_weight_is_found_under_either_of_its_names(prefix: str, tmp_path:
         import_state(
             str(tmp_path / "in.safetensors"), open_storage(tmp_path / "other"), wanted(program)
         )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_large_tensor_of_plain_dcp_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one blob, and is taken over in parts."""
+    monkeypatch.setattr(checkpoint_verbs, "PART_BYTES", 1 << 20)
+    value = torch.randn(16, 1 << 19)
+    other = torch.arange(6000.0).reshape(2, 3000).t()  # its memory is in another order
+    dcp.save({"w": value, "t": other}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    n_read = 0
+    for name in ("read_into", "read_parts"):
+        real = getattr(LocalStorage, name)
+
+        def read(
+            self: Any, key: str, offset: int, into: memoryview, real: Any = real, **to: Any
+        ) -> int:
+            nonlocal n_read
+            n_read += len(into)
+            return int(real(self, key, offset, into, **to))
+
+        monkeypatch.setattr(LocalStorage, name, read)
+    checkpoint = open_plain(str(tmp_path / "plain"))
+    box = Box.whole("w", (16, 1 << 19), "float32")
+    for part in box.in_rows(checkpoint_verbs.PART_BYTES):
+        rows = slice(part.offsets[0], part.offsets[0] + part.sizes[0])
+        assert torch.equal(checkpoint.read(part), value[rows])
+    assert value.nbytes <= n_read <= 1.1 * value.nbytes
+    some = Box("w", (3, 100), (2, 7), "float32")
+    assert torch.equal(checkpoint.read(some), value[3:5, 100:107])
+    assert torch.equal(checkpoint.read_whole("t"), other)
+    assert torch.equal(checkpoint.read(Box("t", (1000, 0), (9, 2), "float32")), other[1000:1009])
