@@ -13,10 +13,10 @@ from typing import Any
 
 from elastic.config.fingerprint import KEY
 from elastic.policy import profiling, restarts, stopping
+from elastic.policy.copies.counted_copies import HANDLERS as STORED
+from elastic.policy.copies.counted_copies import at_start
 from elastic.policy.copies.retention import HANDLERS as COPIES
 from elastic.policy.copies.retention import stop_refused
-from elastic.policy.copies.stored_copies import HANDLERS as STORED
-from elastic.policy.copies.stored_copies import at_start
 from elastic.policy.faults import refused_layouts, unreached
 from elastic.policy.faults.corruption import HANDLERS as SUSPECTS
 from elastic.policy.faults.failures import (

@@ -351,16 +351,16 @@ def import_state(source: str, run: Storage, wanted: ImportRequest) -> dict[str, 
 
 def _write_shards(run: Storage, step: int, items: Iterable[tuple[Box, Tensor]]) -> list[int]:
     """As if several ranks had saved it, each about SHARD_BYTES; the bytes of each."""
-    written = 0
 
-    def shard_of(item: tuple[Box, Tensor]) -> int:
-        nonlocal written
-        written += item[0].n_bytes
-        return written // SHARD_BYTES
+    def numbered() -> Iterator[tuple[int, tuple[Box, Tensor]]]:
+        written = 0
+        for box, tensor in items:
+            written += box.n_bytes
+            yield written // SHARD_BYTES, (box, tensor)
 
     return [
-        checkpoint_writer.write_shard(run, step, 0, rank=rank, items=part)
-        for rank, (_, part) in enumerate(groupby(items, shard_of))
+        checkpoint_writer.write_shard(run, step, 0, rank=rank, items=(item for _, item in part))
+        for rank, (_, part) in enumerate(groupby(numbered(), key=lambda one: one[0]))
     ]
 
 
