@@ -22,7 +22,7 @@ KEPT_COPIES = 100
 
 def at_start(state: State, event: DriverStarted) -> dict[str, Any]:
     """Fields of the state: the checkpoints that the driver has found, and what is known of them."""
-    found, wrong = [], []
+    found, wrong = list[Copy](), list[Copy]()
     for copy in event.durable:
         distrusted = copy.generation in state.distrusted
         bad = distrusted or corrupted(state, copy.generation, copy.step)
