@@ -28,6 +28,7 @@ from elastic.types import Box
 # of a zip record: lengths of its name and of its extra field
 LOCAL_HEADER = struct.Struct("<26xHH")
 
+WHOLE_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1")  # opcodes of a pickle
 ABOUT_MOST = 64 << 10  # bytes of the pickle that says what the memory is
 ZIP_RECORD, DATA_RECORD = b"PK\x03\x04", b"/data/0"
 
@@ -117,8 +118,8 @@ def _in_order(pickled: bytes, sizes: tuple[int, ...]) -> bool:
             found = []
         elif found is not None and code.name.startswith("NEW"):  # whether it has gradients
             break
-        elif found is not None and code.name.startswith(("BININT", "LONG")):
-            found.append(int(value))
+        elif found is not None and code.name in WHOLE_NUMBERS and isinstance(value, int):
+            found.append(value)
     strides = [prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     if found is None or len(found) != 1 + 2 * len(sizes):
         return False
