@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from elastic.api.running.entry import loaded
 from elastic.api.running.options import check_run_name
 from elastic.config.job import JobSpec
-from elastic.errors import JournalDamaged, SpecError
+from elastic.errors import JournalDamaged, SpecError, StateLost
 from elastic.ledger.lease import holder
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
@@ -79,16 +81,47 @@ def _best_step(run: Storage) -> int:
 
 
 def verify(run: Storage) -> list[dict[str, Any]]:
-    """Reads every byte of every committed checkpoint: its step, URI and what is wrong with it."""
+    """Reads every byte of every committed checkpoint: its step, URI and what is wrong with it.
+    `removed`: the run did that while it was read."""
     from elastic.worker.checkpoint import checkpoint_index
 
     problems: list[str] = []
-    found = checkpoint_index.find(run, problems)
-    checked = [
-        {"step": item.step, "uri": item.uri, "problems": checkpoint_index.verify(item.uri)}
-        for item in found
-    ]
-    return checked + [{"step": None, "uri": run.uri, "problems": [problem]} for problem in problems]
+    checked: list[dict[str, Any]] = []
+    for item in checkpoint_index.find(run, problems):
+        wrong = checkpoint_index.verify(item.uri)
+        removed = bool(wrong) and _is_removed(item.uri)
+        about = {"problems": [] if removed else wrong, "removed": removed}
+        checked.append({"step": item.step, "uri": item.uri} | about)
+    rest = {"step": None, "uri": run.uri, "removed": False}
+    return checked + [rest | {"problems": [problem]} for problem in problems]
+
+
+def _is_removed(uri: str) -> bool:
+    """Has a checkpoint lost its marker, which a removal takes away first?"""
+    from elastic.worker.checkpoint.checkpoint_format import MARKER
+
+    return not open_storage(uri).exists(MARKER)
+
+
+@contextmanager
+def _exporting(run: Storage, step: int | None, to: str) -> Iterator[tuple[int, Storage]]:
+    """The step, and the empty folder. Of an export that fails nothing is in the way of a second
+    try. Raises SpecError where the run has removed the checkpoint meanwhile."""
+    from elastic.worker.checkpoint import checkpoint_verbs as checkpoints
+
+    target, item = checkpoints.open_target(to), checkpoints.chosen(run, step)
+    try:
+        yield item.step, target
+    except BaseException as error:
+        for key in target.list():
+            if key.endswith(".safetensors"):  # there were none
+                target.delete(key)
+        if isinstance(error, StateLost) and _is_removed(item.uri):
+            raise SpecError(
+                f"{item.uri}: the run removed it while it was read; export another one, or let the "
+                "run keep more of them (keep_last, keep_every) and give --step"
+            ) from error
+        raise
 
 
 def export(
@@ -132,20 +165,22 @@ def export(
             raise SpecError(f"--state {state}: the run trains an adapter of peft; leave it out")
         if weights:
             beside = with_config(weights, beside)
-        return checkpoints.export(
-            run,
-            number,
-            checkpoints.open_target(to),
-            tied=checkpoints.tied_names(specs),
-            beside=beside,
-            bfloat16={spec.fqn for spec in specs if weights and not spec.buffer},
-            state=state,
-        )
+        with _exporting(run, number, to) as (step, target):
+            return checkpoints.export(
+                run,
+                step,
+                target,
+                tied=checkpoints.tied_names(specs),
+                beside=beside,
+                bfloat16={spec.fqn for spec in specs if weights and not spec.buffer},
+                state=state,
+            )
     spec, program = loaded(job)
-    program, target = with_frozen(program, spec.job()), checkpoints.open_target(to)
-    return checkpoints.export_for(
-        run, number, target, program=program, merged=merged, weights=weights, state=state
-    )
+    program = with_frozen(program, spec.job())
+    with _exporting(run, number, to) as (step, target):
+        return checkpoints.export_for(
+            run, step, target, program=program, merged=merged, weights=weights, state=state
+        )
 
 
 def _specs_of(run: Storage) -> tuple[TensorSpec, ...]:

@@ -82,8 +82,9 @@ def _ls(given: argparse.Namespace) -> int:
 def _verify(given: argparse.Namespace) -> int:
     found = api.verify(find_runs.open_storage_of(given.run, given.storage))
     bad = [item for item in found if item["problems"]]
+    gone, right = "the run removed it while it was read", "every byte is as it was written"
     lines = [
-        f"step {c['step']}: {'; '.join(c['problems']) or 'every byte is as it was written'}"
+        f"step {c['step']}: {'; '.join(c['problems']) or (gone if c['removed'] else right)}"
         for c in found
     ]
     show(given, found, lines or ["no committed checkpoint"])

@@ -36,7 +36,8 @@ def ended(state: State, now_s: float) -> Decision | None:
         return stop("succeeded", done)
     if state.steps and state.saved_step >= state.steps:
         done = f"all {state.steps} steps finished; the checkpoint of the last step is stored"
-        return Decision((*removal(state).actions, Stop("succeeded", done)), done)
+        left = removal(replace(state, being_read=""))  # nothing is read to its end any more
+        return Decision((*left.actions, Stop("succeeded", done)), done)
     why = recurring_breaks.verdict(state) or retries.gave_up(state)
     return stop("failed", why) if why else None
 

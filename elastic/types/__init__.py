@@ -45,6 +45,7 @@ from elastic.types.agreement import (
 from elastic.types.events import (
     CopyDamaged,
     CopyFailed,
+    CopyReadBegun,
     CopyRemoved,
     CopyStored,
     CopyVerified,
@@ -147,8 +148,9 @@ from elastic.types.typed_job import (
 
 __all__ = [
     "APART", "AUTO", "AXES", "Abort", "Action", "Admission", "Attention", "BlockNormRule", "Box",
-    "COMPUTES_IN", "Cause", "Copy", "CopyDamaged", "CopyFailed", "CopyRemoved",
-    "CopyStored", "CopyVerified", "DTYPE_BYTES", "DataKeys", "Decided", "Decision", "DeviceNoted",
+    "COMPUTES_IN", "Cause", "Copy", "CopyDamaged", "CopyFailed", "CopyReadBegun",
+    "CopyRemoved", "CopyStored", "CopyVerified", "DTYPE_BYTES", "DataKeys", "Decided", "Decision",
+    "DeviceNoted",
     "DigestChecked", "DigestPart", "DrainNode", "DrillAsked", "DriverStarted", "DropGroups",
     "EnterPlan", "Evaluated", "Event", "FailureKind", "FormGroups", "GradNormRule", "GroupRan",
     "GroupsFormed", "GroupsMade", "GuardRule", "GuardRules", "GuardTripped", "HardwareProfile",

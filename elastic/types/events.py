@@ -315,6 +315,14 @@ class CopyDamaged(Event):
 
 
 @dataclass(frozen=True)
+class CopyReadBegun(Event):
+    """A checkpoint is being read back; it ends with CopyVerified or CopyDamaged, unless storage
+    does not answer or it is removed."""
+
+    uri: str
+
+
+@dataclass(frozen=True)
 class CopyVerified(Event):
     """Every byte of a checkpoint was read back, in `seconds`, and is what its digests say."""
 

@@ -151,6 +151,14 @@ class Gates:
     # a node that is short of memory more than three times in a row is left, however long each
     # attempt takes, else only where that happens within an hour
     counts_short: bool = False
+    # checkpoints of a generation whose content was found wrong are removed, else they stay, valid
+    removes_distrusted: bool = False
+    # a checkpoint that is known to be damaged is so for the next driver too, unless none but such
+    # are left to resume from; else that one takes it for good
+    remembers_damage: bool = False
+    # damaged checkpoints are removed where there is a `storage_quota_gb`, for which they count, and
+    # others are there, else they stay, and later ones may not fit
+    frees_damaged: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -6,8 +6,9 @@ storage_quota_gb (fewer, so that the next copy fits).
 The newest copy that is not known to be damaged stays always, and so does the one that the run
 resumes from. While results are compared (check_numbers_every), the newest from before the last
 comparison that found nothing stays too. While copies are read back (verify_copies), nothing is
-removed before a newer one was found right, and the newest such stays; the quota alone has more
-weight.
+removed before a newer one was found right, the newest such stays, and so does the one that is being
+read, however many are stored meanwhile; the quota alone has more weight. Under a quota damaged ones
+are removed where others are there.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from bisect import bisect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from elastic.policy.state.layered import less
 from elastic.policy.state.state import State
 from elastic.text import size
 from elastic.types import (
     Copy,
     CopyDamaged,
     CopyFailed,
+    CopyReadBegun,
     CopyRemoved,
     CopyVerified,
     Decision,
@@ -48,17 +51,27 @@ def retention(state: State) -> Decision:
 
 def removal(state: State) -> Decision:
     """As `retention`, also at the end of the run."""
-    keep = kept(state)
+    keep, damaged = kept(state), _without_room(state)
     gone = [copy for copy in state.durable if copy.uri not in keep]
-    if not gone:
+    if not gone and not damaged:
         return Decision()
+    gone += damaged
     steps = ", ".join(str(copy.step) for copy in gone)
     n_bytes = sum(copy.n_bytes for copy in gone)
+    also = "".join(f"; step {c.step} is damaged, and counts for the quota" for c in damaged)
     why = (
         f"checkpoints of step {steps} ({size(n_bytes)}) are removed: {_rules(state)}"
-        f"{_and_more(state, keep)}, {len(keep)} stay"
+        f"{also}{_and_more(state, keep)}, {len(keep)} stay"
     )
     return Decision(tuple(RemoveCopy(copy.uri) for copy in gone), why)
+
+
+def _without_room(state: State) -> list[Copy]:
+    """The damaged ones that would keep later ones from being stored. The newest stays where there
+    is no other: it may be mended."""
+    if not (state.frees_damaged and state.job.storage_quota_gb):
+        return []
+    return list(state.damaged_copies[not state.durable :])
 
 
 def _and_more(state: State, keep: Collection[str]) -> str:
@@ -66,6 +79,7 @@ def _and_more(state: State, keep: Collection[str]) -> str:
     by_rule = {copy.uri for copies in _by_rules(state) for copy in copies}
     whys = (
         (_from_before_a_check(state), "is from before the last check of results"),
+        (_being_read(state), "stays while it is read back"),
         (_verified(state), "stays until a newer one was read back and is right"),
     )
     said = {
@@ -97,13 +111,15 @@ def _by_rules(state: State) -> tuple[Sequence[Copy], Sequence[Copy], Sequence[Co
 
 
 @follows_from(
-    "checked_step", "durable", "job", "keeps_validated", "target", "validation", "verified"
-)
+    "being_read", "checked_step", "durable", "job", "keeps_validated", "target", "validation",
+    "verified",
+)  # fmt: skip
 def kept(state: State) -> frozenset[str]:
     """URIs of the copies that stay, by descending claim: newest, best, every m-th."""
     last, best, stepped = _by_rules(state)
-    right = _verified(state)
-    wanted = [*last[:1], *right[:1], *last, *_from_before_a_check(state), *best, *stepped, *right]
+    right, read = _verified(state), _being_read(state)
+    wanted = [*last[:1], *right[:1], *read, *last, *_from_before_a_check(state), *best, *stepped]
+    wanted += right
     found = list(dict.fromkeys(copy.uri for copy in wanted))[: _most(state)]
     return frozenset((*found, state.target.resume.uri) if state.target else found)
 
@@ -113,6 +129,11 @@ def _verified(state: State) -> list[Copy]:
     if not state.job.verify_copies:
         return []
     return [copy for copy in state.durable if copy.uri in state.verified][:1] or list(state.durable)
+
+
+def _being_read(state: State) -> list[Copy]:
+    """Until it is known whether that one is right: the next ones would be given up as well."""
+    return [copy for copy in state.durable if copy.uri == state.being_read]
 
 
 def _from_before_a_check(state: State) -> list[Copy]:
@@ -220,15 +241,29 @@ def without_copy(state: State, uri: str) -> State:
     return replace(state, durable=tuple(copy for copy in state.durable if copy.uri != uri))
 
 
+def _read_begun(state: State, event: CopyReadBegun, at_s: float) -> State:
+    return replace(state, being_read=event.uri)
+
+
+def _read(state: State, uri: str) -> State:
+    return replace(state, being_read="") if state.being_read == uri else state
+
+
 def _copy_damaged(state: State, event: CopyDamaged, at_s: float) -> State:
+    known = {copy.uri for copy in state.damaged_copies}
+    new = [copy for copy in state.durable if copy.uri == event.uri and copy.uri not in known]
     return replace(
-        without_copy(state, event.uri), damaged={**state.damaged, event.uri: event.reason}
+        without_copy(_read(state, event.uri), event.uri),
+        damaged={**state.damaged, event.uri: event.reason},
+        damaged_copies=tuple(sorted((*new, *state.damaged_copies), key=lambda c: -c.step)),
     )
 
 
 def _copy_verified(state: State, event: CopyVerified, at_s: float) -> State:
     there = {copy.uri for copy in state.durable}
-    return replace(state, verified=(state.verified & there) | ({event.uri} & there))
+    return replace(
+        _read(state, event.uri), verified=(state.verified & there) | ({event.uri} & there)
+    )
 
 
 def _copy_removed(state: State, event: CopyRemoved, at_s: float) -> State:
@@ -237,11 +272,16 @@ def _copy_removed(state: State, event: CopyRemoved, at_s: float) -> State:
 
 def ordered_removal(state: State, action: RemoveCopy, at_s: float) -> State:
     """From now on nothing resumes from it."""
-    state = replace(state, spoilt=tuple(uri for uri in state.spoilt if uri != action.uri))
+    state = replace(
+        _read(state, action.uri),
+        spoilt=tuple(uri for uri in state.spoilt if uri != action.uri),
+        damaged=less(state.damaged, action.uri),
+        damaged_copies=tuple(c for c in state.damaged_copies if c.uri != action.uri),
+    )
     return without_copy(state, action.uri)
 
 
 HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     Evaluated: _evaluated, CopyFailed: _copy_failed, CopyDamaged: _copy_damaged,
-    CopyVerified: _copy_verified, CopyRemoved: _copy_removed,
+    CopyReadBegun: _read_begun, CopyVerified: _copy_verified, CopyRemoved: _copy_removed,
 }  # fmt: skip

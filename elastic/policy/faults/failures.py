@@ -421,7 +421,7 @@ def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:
     that."""
     if event.ok or event.generation > state.generation or event.generation in state.distrusted:
         return state
-    state, bad = _distrusted(state, event.generation)
+    state, bad = _distrusted(state, event.generation, removed=state.removes_distrusted)
     began = min(
         (state.plans[number].resume.step for number in bad if number in state.plans), default=0
     )
@@ -439,15 +439,22 @@ def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:
     return failed(replace(state, rollbacks=state.rollbacks + 1), Failure("rollback", text, at_s))
 
 
-def _distrusted(state: State, generation: int) -> tuple[State, set[int]]:
-    """Nothing resumes any more from that generation and from what came of it: these, in numbers."""
+def _distrusted(state: State, generation: int, *, removed: bool) -> tuple[State, set[int]]:
+    """Nothing resumes any more from that generation and from what came of it: these, in numbers.
+    `removed`: their checkpoints will be."""
     bad = {generation}
     for number, plan in sorted(state.plans.items()):
         if plan.resume.source != "fresh" and plan.resume.generation in bad:
             bad.add(number)
     durable = tuple(copy for copy in state.durable if copy.generation not in bad)
-    peer = None if state.peer and state.peer.generation in bad else state.peer
-    return replace(state, distrusted=state.distrusted | bad, durable=durable, peer=peer), bad
+    gone = [copy.uri for copy in state.durable if copy.generation in bad and removed]
+    return replace(
+        state,
+        distrusted=state.distrusted | bad,
+        durable=durable,
+        spoilt=tuple(dict.fromkeys((*state.spoilt, *gone))),
+        peer=None if state.peer and state.peer.generation in bad else state.peer,
+    ), bad
 
 
 def computes_else(
@@ -471,18 +478,12 @@ def computes_else(
     )
     what = f"generation {generation}, {plan.layout}, computes something else than {old or 'before'}"
     why = f"{what} at step {step or began}: {said}"
-    durable = state.durable
-    state, bad = _distrusted(state, generation)
+    state, bad = _distrusted(state, generation, removed=True)
     state = replace(
         state,
         unusable={**dict.fromkeys(names, why), **state.unusable},
         astray={**state.astray, **(dict.fromkeys(bad, began) if entered else {})},
         probes=refused_layouts.until(state.probes, began - 1 if entered else began),
-        spoilt=tuple(
-            dict.fromkeys(
-                (*state.spoilt, *(copy.uri for copy in durable if copy.generation in bad))
-            )
-        ),
         rollbacks=state.rollbacks + (not names),
     )
     failure = Failure("rollback", f"{why}; {refused_layouts.in_words(names)}", at_s)

@@ -13,11 +13,12 @@ from typing import Any
 
 from elastic.config.fingerprint import KEY
 from elastic.policy import profiling, restarts, stopping
+from elastic.policy.copies.counted_copies import HANDLERS as STORED
+from elastic.policy.copies.counted_copies import at_start
 from elastic.policy.copies.retention import HANDLERS as COPIES
 from elastic.policy.copies.retention import stop_refused
 from elastic.policy.faults import refused_layouts, unreached
 from elastic.policy.faults.corruption import HANDLERS as SUSPECTS
-from elastic.policy.faults.corruption import corrupted, without_copies
 from elastic.policy.faults.failures import (
     FAILURES,
     computes_else,
@@ -43,8 +44,6 @@ from elastic.policy.state.newest_steps import digested, with_loss
 from elastic.policy.state.state import ENDED, Failure, State, StopWish
 from elastic.types import (
     Abort,
-    Copy,
-    CopyStored,
     DriverStarted,
     DropGroups,
     EnterPlan,
@@ -71,10 +70,9 @@ from elastic.types import (
     WorkerId,
     redone_as_before,
 )  # fmt: skip
-from elastic.types.gates import Gates, gates_of
+from elastic.types.gates import gates_of
 from elastic.types.replacing import replace
 
-KEPT_COPIES = 100
 KEPT_LOST_NODES = 32
 KEPT_PAUSES = 9
 
@@ -105,12 +103,8 @@ def _bill(state: State, at_s: float) -> dict[str, Any]:
 
 
 def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
-    found = (
-        c
-        for c in event.durable
-        if c.generation not in state.distrusted and not corrupted(state, c.generation, c.step)
-    )
-    durable = _newest_first((*found, *(state.durable if event.attached else ())), event)
+    copies = at_start(state, event)
+    durable = copies["durable"]
     model, saved = event.model, durable[0].step if durable else 0
     # its workers have told, and will not do so again
     if event.attached and state.model is not None:
@@ -118,7 +112,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     known: dict[str, Any] = {
         "run": event.run, "epoch": event.epoch, "job": in_phase.job_of(state, event, saved),
         "pools": event.pools, "model": model, "hardware": event.hardware,
-        "pool_hardware": event.pool_hardware, "durable": durable, "billed_at_s": at_s,
+        "pool_hardware": event.pool_hardware, **copies, "billed_at_s": at_s,
         "stop": stopping.stop_kept(state, event, at_s), **gates_of(event),
     }  # fmt: skip
     generation = max([state.generation, *(copy.generation for copy in (*durable, *event.durable))])
@@ -166,7 +160,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
     return replace(
         state, **known, generation=generation, unseen=unseen, attached_at_s=at_s, repeat=repeat,
         requests={}, instances={}, preparing={}, releasing=frozenset(), ordered_at_s=at_s,
-        forming=None, away=None, profiling=profiling.again(state).profiling,
+        forming=None, away=None, being_read="", profiling=profiling.again(state).profiling,
     )  # fmt: skip
 
 
@@ -462,55 +456,6 @@ def _timed(state: State, plan: Plan, event: StepDone, *, at_s: float) -> dict[st
     }  # fmt: skip
 
 
-def _copy_stored(state: State, event: CopyStored, at_s: float) -> State:
-    copy = event.copy
-    if copy.generation in state.distrusted:
-        return state
-    if corrupted(state, copy.generation, copy.step):
-        return without_copies(state, [copy]) if copy.kind == "durable" else state
-    if copy.kind == "durable":
-        stall_s = (
-            event.stall_s
-            if not state.durable_stall_s
-            else 0.5 * (state.durable_stall_s + event.stall_s)
-        )
-        n_ranks, before_s = copy.layout.world_size, state.durable_s
-        alike = not state.scales_saves or n_ranks == state.durable_ranks
-        took_s = 0.5 * (before_s + event.seconds) if before_s and alike else event.seconds
-        return replace(
-            state, durable=_newest_first((copy, *state.durable), state), durable_stall_s=stall_s,
-            durable_s=took_s, durable_ranks=n_ranks, copy_failed=None, copy_failures=0,
-        )  # fmt: skip
-    if copy.kind != "peer" or state.plan is None or copy.generation != state.plan.generation:
-        return state
-    return (
-        state
-        if state.peer and state.peer.step >= copy.step
-        else _copy_timed(replace(state, peer=copy), event)
-    )
-
-
-def _copy_timed(state: State, event: CopyStored) -> State:
-    """Running means of what a peer replica costs. The first of a generation counts only where
-    nothing was measured before: its buffers are new."""
-    if event.copy.step == state.entered_step and state.copy_flight_s:
-        return state
-    weight = 0.3 if state.copy_flight_s else 1.0
-    return replace(
-        state,
-        copy_stall_s=(1 - weight) * state.copy_stall_s + weight * event.stall_s,
-        copy_slowed_s=(1 - weight) * state.copy_slowed_s + weight * event.slowed_s,
-        copy_flight_s=(1 - weight) * state.copy_flight_s + weight * event.seconds,
-        n_copies_timed=state.n_copies_timed + 1,
-    )
-
-
-def _newest_first(copies: tuple[Copy, ...], gates: Gates) -> tuple[Copy, ...]:
-    by_uri = {(copy.step, copy.uri): copy for copy in copies}
-    found = sorted(by_uri.values(), key=lambda copy: (-copy.step, -copy.generation))
-    return tuple(found if gates.judges_all else found[:KEPT_COPIES])
-
-
 def _price_seen(state: State, event: PriceSeen, at_s: float) -> State:
     pools = tuple(
         replace(p, usd_per_node_h=event.usd_per_node_h) if p.name == event.pool else p
@@ -558,8 +503,8 @@ HANDLERS: dict[type, Callable[[State, Any, float], State]] = {
     Notice: _notice, NodeWarned: _node_warned,
     InstancesSeen: _instances_seen, NoticeWithdrawn: _notice_withdrawn, NodeLost: _node_lost,
     RequestFailed: _request_failed, PlanEntered: _plan_entered, PlanFailed: _plan_failed,
-    CopyStored: _copy_stored, PriceSeen: _price_seen, Progress: _progress,
+    PriceSeen: _price_seen, Progress: _progress,
     PinningFailed: _pinning_failed, StopAsked: _stop_asked, StorageSeen: _storage_seen,
     PlansFound: _plans_found, Quiesced: quiesced, **profiling.HANDLERS, **FAILURES, **COPIES,
-    **SPEEDS, **SUSPECTS, **AHEAD, **restarts.HANDLERS,
+    **STORED, **SPEEDS, **SUSPECTS, **AHEAD, **restarts.HANDLERS,
 }  # fmt: skip

@@ -298,7 +298,9 @@ class State(Gates):
     peer: Copy | None = None  # the newest acknowledged peer replica
     durable: tuple[Copy, ...] = ()  # newest first
     verified: frozenset[str] = frozenset()  # URIs of checkpoints that were read back and are right
+    being_read: str = ""  # URI of the one that is being read back
     damaged: Mapping[str, str] = field(default_factory=dict)  # URIs of unreadable ones -> why
+    damaged_copies: tuple[Copy, ...] = ()  # those whose markers are whole; newest first
     copy_failed: CopyFailed | None = None  # the newest checkpoint that was not made
     copy_failed_at_s: float = 0.0
     copy_failures: int = 0  # in a row; of the last step's copy alone

@@ -11,8 +11,11 @@ CRC-32 makes 2). They find accidents; who can write the files can also write the
 from __future__ import annotations
 
 import io
+import pickletools
 import struct
 import zipfile
+from collections.abc import Callable
+from math import prod
 from pickle import UnpicklingError
 from typing import Protocol
 
@@ -25,6 +28,8 @@ from elastic.types import Box
 # of a zip record: lengths of its name and of its extra field
 LOCAL_HEADER = struct.Struct("<26xHH")
 
+WHOLE_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1")  # opcodes of a pickle
+ABOUT_MOST = 64 << 10  # bytes of the pickle that says what the memory is
 ZIP_RECORD, DATA_RECORD = b"PK\x03\x04", b"/data/0"
 
 
@@ -49,7 +54,7 @@ def decode_blob(data: memoryview, box: Box, start: int | None = -1) -> Tensor:
     """
     dtype: torch.dtype = getattr(torch, box.dtype)
     if start == -1:
-        start = find_data(data, box.n_bytes)
+        start = find_data(data, box)
     elif start is not None:
         check_head(data[:start])
     if start is not None:
@@ -72,37 +77,78 @@ def check_head(head: memoryview) -> None:
         raise ValueError("it does not begin as torch.save writes it")
 
 
-def find_data(data: memoryview, n_bytes: int) -> int | None:
-    """Where the tensor's memory begins, when the blob holds `n_bytes` of it, little-endian and
-    uncompressed."""
+def find_data(data: memoryview, box: Box) -> int | None:
+    """Where the tensor's memory begins, when the blob holds that of `box`, element after element,
+    little-endian and uncompressed."""
+
+    def read_at(offset: int, into: memoryview) -> int:
+        part = data[offset : offset + len(into)]
+        into[: len(part)] = part
+        return len(part)
+
+    return find_data_in(Blob(read_at, len(data)), box)
+
+
+def find_data_in(blob: Blob, box: Box) -> int | None:
+    """The same of a blob that is not in memory: little of it is read."""
     try:
-        with zipfile.ZipFile(_View(data)) as archive:
+        with zipfile.ZipFile(blob) as archive:
             records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
         order, start = (
-            _content(data, records["byteorder"], 6),
-            _content(data, records["data/0"], n_bytes),
+            _content(blob, records["byteorder"], 6),
+            _content(blob, records["data/0"], box.n_bytes),
         )
-    except (zipfile.BadZipFile, struct.error, KeyError, OSError):
+        about = records["data.pkl"]
+        pickled = _content(blob, about, min(about.file_size, ABOUT_MOST))
+        if pickled is None or not _in_order(blob.part(pickled, about.file_size), box.sizes):
+            return None
+    except (zipfile.BadZipFile, struct.error, KeyError, OSError, ValueError):
         return None
-    if order is None or bytes(data[order : order + 6]) != b"little" or "data/1" in records:
+    if order is None or blob.part(order, 6) != b"little" or "data/1" in records:
         return None
     return start
 
 
-def _content(data: memoryview, record: zipfile.ZipInfo, n_bytes: int) -> int | None:
+def _in_order(pickled: bytes, sizes: tuple[int, ...]) -> bool:
+    """Does the pickle say that the tensor begins with its memory, and is contiguous? It is looked
+    through, not loaded: behind the memory's name come the offset, the sizes and the strides."""
+    found: list[int] | None = None
+    for code, value, _ in pickletools.genops(pickled):
+        if code.name == "BINPERSID":
+            found = []
+        elif found is not None and code.name.startswith("NEW"):  # whether it has gradients
+            break
+        elif found is not None and code.name in WHOLE_NUMBERS and isinstance(value, int):
+            found.append(value)
+    strides = [prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    if found is None or len(found) != 1 + 2 * len(sizes):
+        return False
+    is_as = zip(sizes, found[1 + len(sizes) :], strides, strict=True)
+    return found[: 1 + len(sizes)] == [0, *sizes] and all(
+        one == two for size, one, two in is_as if size > 1
+    )
+
+
+def _content(blob: Blob, record: zipfile.ZipInfo, n_bytes: int) -> int | None:
     """Where the bytes of a record begin, if they are `n_bytes`, stored as they are."""
     if record.compress_type != zipfile.ZIP_STORED or record.file_size != n_bytes:
         return None
-    name_length, extra_length = LOCAL_HEADER.unpack_from(data, record.header_offset)
+    head = blob.part(record.header_offset, LOCAL_HEADER.size)
+    name_length, extra_length = LOCAL_HEADER.unpack(head)
     start: int = record.header_offset + LOCAL_HEADER.size + name_length + extra_length
-    return start if start + n_bytes <= len(data) else None
+    return start if start + n_bytes <= blob.length else None
 
 
-class _View(io.RawIOBase):
-    """A file over memory that is not copied."""
+class Blob(io.RawIOBase):
+    """A file of `length` bytes. `read_at`: fills memory from an offset on; returns the bytes that
+    there were."""
 
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
+    def __init__(self, read_at: Callable[[int, memoryview], int], length: int) -> None:
+        self._read_at, self.length, self._at = read_at, length, 0
+
+    def part(self, offset: int, n_bytes: int) -> bytes:
+        self.seek(offset)
+        return self.read(n_bytes) or b""
 
     def readable(self) -> bool:
         return True
@@ -111,14 +157,14 @@ class _View(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
+        self._at = max(0, offset + (0, self._at, self.length)[whence])
         return self._at
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        part = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
+        view = memoryview(buffer)[: max(0, self.length - self._at)]
+        n = self._read_at(self._at, view) if view else 0
+        self._at += n
+        return n
 
 
 class Hasher(Protocol):

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from math import prod
@@ -25,7 +25,15 @@ from elastic.errors import SpecError, StorageDamaged
 from elastic.reshard.rank_boxes import EXTRA, Region, meet
 from elastic.storage import Sizes, Storage
 from elastic.types import Box, TensorSpec
-from elastic.worker.checkpoint.blob import Hasher, check_head, decode_blob, hasher_for
+from elastic.worker.checkpoint.blob import (
+    UNCHECKED,
+    Blob,
+    Hasher,
+    check_head,
+    decode_blob,
+    find_data_in,
+    hasher_for,
+)
 from elastic.worker.checkpoint.checkpoint_format import (
     MARKER,
     BlobEntry,
@@ -41,7 +49,7 @@ SCRATCH_BYTES = 64 << 20  # of all threads together; a single larger blob still 
 RUN_BYTES = 8 << 20  # small blobs that lie together are read at once, up to this much
 SMALL_BYTES = 256 << 10
 THREADS, THREADS_REMOTE = 4, 16
-VERIFY_BYTES = 8 << 20
+VERIFY_BYTES, VERIFY_REMOTE_BYTES = 8 << 20, 64 << 20  # read at once; from there in several ranges
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,7 @@ class Checkpoint:
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         self.tick: Callable[[], object] = lambda: None
         self._scratch = _Scratch(SCRATCH_BYTES)
+        self._data: dict[tuple[str, int], int | None] = {}  # file and offset of a blob -> in it
         self._entries: dict[str, dict[Region, tuple[str, BlobEntry]]] = {}
         for manifest in manifests:
             for entry in manifest.entries:
@@ -152,9 +161,9 @@ class Checkpoint:
                 self._storage.forget(note.name)
                 manifest = shards.get(note.name)
                 if manifest is not None:
-                    for entry in manifest.entries:
-                        self._verify_blob(note.name, entry, paced)
-                elif _file_sha256(self._storage, note, paced) != note.sha256:
+                    for blobs in _together(manifest.entries, self._at_once):
+                        self._verify_blobs(note.name, blobs, paced)
+                elif self._sha256(note, paced) != note.sha256:
                     raise Damaged(
                         f"{self._storage.uri_of(note.name)}: altered (its SHA-256 is not the one "
                         f"in {MARKER})"
@@ -214,6 +223,8 @@ class Checkpoint:
 
     def _read_run(self, run: Sequence[_Piece]) -> None:
         """Blobs that lie one after the other in a file."""
+        if len(run) == 1 and self._read_rows(run[0]):
+            return
         if len(run) == 1 and not self._storage.remote:
             straight = _straight(run[0])
             if straight is not None:
@@ -249,8 +260,37 @@ class Checkpoint:
             raise Damaged(
                 f"{self._where(piece.name, entry)} is no tensor of that kind ({error})"
             ) from error
-        target = piece.out[_window(piece.shared, piece.box.offsets)]
-        target.copy_(tensor[_window(piece.shared, entry.box.offsets)])
+        _put(piece, tensor, entry.box)
+
+    def _read_rows(self, piece: _Piece) -> bool:
+        """Those that are wanted alone, of a blob without a digest (of plain DCP), which may be a
+        whole tensor; False: it has to be read whole."""
+        entry, (offsets, sizes) = piece.entry, piece.shared
+        box = entry.box
+        if entry.digest != UNCHECKED or not box.sizes or sizes[0] == box.sizes[0]:
+            return False
+        begin = self._data_of(piece)
+        if begin is None:
+            return False
+        rows = replace(
+            box, offsets=(offsets[0], *box.offsets[1:]), sizes=(sizes[0], *box.sizes[1:])
+        )
+        begin += (offsets[0] - box.offsets[0]) * (box.n_bytes // box.sizes[0])
+        with self._scratch.take(rows.n_bytes) as data:
+            if self._read(piece, entry.offset + begin, data) < rows.n_bytes:
+                raise Damaged(f"{self._where(piece.name, entry)} is truncated")
+            values = torch.frombuffer(data, dtype=getattr(torch, box.dtype)).reshape(rows.sizes)
+            _put(piece, values, rows)
+        return True
+
+    def _data_of(self, piece: _Piece) -> int | None:
+        """Where the memory of the tensor begins in the blob; None where it does not lie there as it
+        is. Found out once."""
+        entry, key = piece.entry, (piece.name, piece.entry.offset)
+        if key not in self._data:
+            blob = Blob(lambda at, into: self._read(piece, entry.offset + at, into), entry.length)
+            self._data[key] = find_data_in(blob, entry.box)
+        return self._data[key]
 
     def _read_straight(self, piece: _Piece, target: memoryview) -> None:
         entry = piece.entry
@@ -290,16 +330,33 @@ class Checkpoint:
         hasher.update(part)
         self.tick()
 
-    def _verify_blob(self, name: str, entry: BlobEntry, paced: Callable[[int], object]) -> None:
-        hasher = hasher_for(entry.digest)
-        for offset in range(entry.offset, entry.offset + entry.length, VERIFY_BYTES):
-            part = self._storage.read(
-                name, offset, min(VERIFY_BYTES, entry.offset + entry.length - offset)
-            )
-            hasher.update(memoryview(part))
+    @property
+    def _at_once(self) -> int:
+        return VERIFY_REMOTE_BYTES if self._storage.remote else VERIFY_BYTES
+
+    def _verify_blobs(
+        self, name: str, blobs: Sequence[BlobEntry], paced: Callable[[int], object]
+    ) -> None:
+        """Of such as lie one after the other."""
+        hashers = [hasher_for(entry.digest) for entry in blobs]
+        end = blobs[-1].offset + blobs[-1].length
+        for offset in range(blobs[0].offset, end, self._at_once):
+            part = memoryview(self._storage.read(name, offset, min(self._at_once, end - offset)))
+            for entry, hasher in zip(blobs, hashers, strict=True):
+                at = entry.offset - offset
+                hasher.update(part[max(0, at) : max(0, at + entry.length)])
             paced(len(part))
-        if hasher.text() != entry.digest:
-            raise Damaged(f"{self._where(name, entry)} is altered")
+        for entry, hasher in zip(blobs, hashers, strict=True):
+            if hasher.text() != entry.digest:
+                raise Damaged(f"{self._where(name, entry)} is altered")
+
+    def _sha256(self, note: FileNote, paced: Callable[[int], object]) -> str:
+        digest = sha256()
+        for offset in range(0, note.n_bytes, self._at_once):
+            part = self._storage.read(note.name, offset, self._at_once)
+            digest.update(part)
+            paced(len(part))
+        return digest.hexdigest()
 
     def _where(self, name: str, entry: BlobEntry) -> str:
         return (
@@ -349,6 +406,19 @@ def _runs(pieces: Iterable[_Piece], remote: bool) -> Iterator[list[_Piece]]:
         yield run
 
 
+def _together(entries: Iterable[BlobEntry], most: int) -> Iterator[list[BlobEntry]]:
+    """Those that lie one after the other, of so many bytes at most; a longer one is alone."""
+    run: list[BlobEntry] = []
+    for entry in entries:
+        end = entry.offset + entry.length
+        if run and (run[-1].offset + run[-1].length != entry.offset or end - run[0].offset > most):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
+
+
 def _straight(piece: _Piece) -> memoryview | None:
     """The memory of the destination that the whole blob fills; None where it must go through
     scratch memory."""
@@ -364,6 +434,12 @@ def _straight(piece: _Piece) -> memoryview | None:
         return None
     memory: Any = target.reshape(-1).view(torch.uint8).numpy()
     return memoryview(memory)
+
+
+def _put(piece: _Piece, values: Tensor, of: Box) -> None:
+    """What is wanted of it, to its place. `of`: what the values are."""
+    target = piece.out[_window(piece.shared, piece.box.offsets)]
+    target.copy_(values[_window(piece.shared, of.offsets)])
 
 
 def _window(region: Region, origin: tuple[int, ...]) -> tuple[slice, ...]:
@@ -385,12 +461,3 @@ def check_size(storage: Storage, note: FileNote, sizes: Sizes) -> None:
         raise Damaged(
             f"{where}: truncated or altered ({n_bytes} bytes, {note.n_bytes} were committed)"
         )
-
-
-def _file_sha256(storage: Storage, note: FileNote, paced: Callable[[int], object]) -> str:
-    digest = sha256()
-    for offset in range(0, note.n_bytes, VERIFY_BYTES):
-        part = storage.read(note.name, offset, VERIFY_BYTES)
-        digest.update(part)
-        paced(len(part))
-    return digest.hexdigest()

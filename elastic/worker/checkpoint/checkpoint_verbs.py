@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +49,7 @@ from elastic.worker.program.safetensor_files import (
 from elastic.worker.program.weights import check_stored, cut, quantised
 
 PART_BYTES = 64 << 20  # so much of a tensor is in memory at a time
+SHARD_BYTES = 32 << 30  # of an import: object storage bounds the size of a file
 MODEL = "model."
 OPTIM = "optim."
 BY_POSITION = re.compile(r"(^|\.)state\.\d+\.\w+$")
@@ -334,16 +336,32 @@ def import_state(source: str, run: Storage, wanted: ImportRequest) -> dict[str, 
         matched = match(tensors, wanted)
         step = _step(tensors, wanted, matched)
         items = _items(tensors, replace(wanted, at_step=step), matched)
-        n_bytes = checkpoint_writer.write_shard(run, step, 0, rank=0, items=items)
+        sizes = _write_shards(run, step, items)
     finally:
         close()
     meta = {"layout": asdict(Layout()), "layers": [], "imported_from": source}
-    uri = checkpoint_writer.commit(run, step, 0, world_size=1, epoch=newest_epoch(run), meta=meta)
+    epoch, n = newest_epoch(run), len(sizes)
+    uri = checkpoint_writer.commit(run, step, 0, world_size=n, epoch=epoch, meta=meta)
     moments = sum(fqn.startswith("optim.") for fqn in matched.names)
     return {
-        "uri": uri, "step": step, "n_bytes": n_bytes, "weights": len(matched.names) - moments,
+        "uri": uri, "step": step, "n_bytes": sum(sizes), "weights": len(matched.names) - moments,
         "moments": moments, "converted": matched.converted, "ignored": matched.extra,
     }  # fmt: skip
+
+
+def _write_shards(run: Storage, step: int, items: Iterable[tuple[Box, Tensor]]) -> list[int]:
+    """As if several ranks had saved it, each about SHARD_BYTES; the bytes of each."""
+
+    def numbered() -> Iterator[tuple[int, tuple[Box, Tensor]]]:
+        written = 0
+        for box, tensor in items:
+            written += box.n_bytes
+            yield written // SHARD_BYTES, (box, tensor)
+
+    return [
+        checkpoint_writer.write_shard(run, step, 0, rank=rank, items=(item for _, item in part))
+        for rank, (_, part) in enumerate(groupby(numbered(), key=lambda one: one[0]))
+    ]
 
 
 def _step(tensors: Tensors, wanted: ImportRequest, matched: TensorMatch) -> int:
@@ -381,10 +399,19 @@ def match(tensors: Tensors, wanted: ImportRequest) -> TensorMatch:
         for spec in state_specs(wanted.profile)
         if 0 not in spec.shape and spec.fqn != RNG
     }
-    weights = [fqn.removeprefix(MODEL) for fqn in specs if fqn.startswith(MODEL)]
-    needed = [fqn for fqn in weights if not specs[MODEL + fqn].buffer]
+    tied = tied_names(wanted.profile.specs)
+    weights = {
+        fqn: [name, *(one for one, owner in tied.items() if owner == name)]
+        for fqn in specs
+        if (name := fqn.removeprefix(MODEL)) != fqn
+    }
+    needed = [group for fqn, group in weights.items() if not specs[fqn].buffer]
     prefix = _prefix(list(tensors.tensors), needed, tensors.uri)
-    names = {MODEL + fqn: prefix + fqn for fqn in weights if prefix + fqn in tensors.tensors}
+    names = {
+        fqn: there
+        for fqn, group in weights.items()
+        if (there := next((prefix + n for n in group if prefix + n in tensors.tensors), ""))
+    }
     found = TensorMatch(names | _all_moments(set(tensors.tensors), wanted.profile, specs), [], [])
     for fqn, name in found.names.items():
         (shape, dtype), own, numbers = tensors.tensors[name], specs[fqn].shape, specs[fqn].dtype
@@ -393,8 +420,7 @@ def match(tensors: Tensors, wanted: ImportRequest) -> TensorMatch:
         check_stored(f"{tensors.uri}: {name}", fqn, (shape, own), dtypes=(dtype, numbers))
         if dtype != specs[fqn].dtype:
             found.converted.append(f"{name}: {dtype} -> {specs[fqn].dtype}")
-    tied = {prefix + spec.fqn for spec in wanted.profile.specs if spec.tied_to is not None}
-    used = set(found.names.values()) | tied | {RNG, LOSS_SCALE}
+    used = {*found.names.values(), *(prefix + name for name in tied), RNG, LOSS_SCALE}
     found.extra = sorted(name for name in tensors.tensors if name not in used)
     # a single number counts steps or epochs; the place in a stream is that of another run
     several = [name for name in found.extra if prod(tensors.tensors[name][0]) != 1]
@@ -423,21 +449,23 @@ def _what_is_odd(uri: str, odd: list[str]) -> str:
     )
 
 
-def _prefix(names: list[str], weights: list[str], uri: str) -> str:
-    """What stands before every weight's name there; the shortest that fits."""
+def _prefix(names: list[str], weights: Sequence[Sequence[str]], uri: str) -> str:
+    """What stands before every weight's name there; the shortest that fits. `weights`: the names of
+    each, more than one of a tied one."""
     if not weights:
         return ""
-    ends = sorted(
-        {name.removesuffix(weights[0]) for name in names if name.endswith(weights[0])},
-        key=lambda p: (len(p), p),
-    )
-    fitting = [p for p in ends if p == "" or p.endswith(".")]
+    ends = {name.removesuffix(one) for one in weights[0] for name in names if name.endswith(one)}
+    fitting = sorted((p for p in ends if p == "" or p.endswith(".")), key=lambda p: (len(p), p))
     have = set(names)
+
+    def lacking(prefix: str) -> list[str]:
+        return [group[0] for group in weights if have.isdisjoint(prefix + one for one in group)]
+
     for prefix in fitting:
-        if all(prefix + fqn in have for fqn in weights):
+        if not lacking(prefix):
             return prefix
     prefix = fitting[0] if fitting else ""
-    missing = [fqn for fqn in weights if prefix + fqn not in have]
+    missing = lacking(prefix)
     instead = quantised(prefix + missing[0], names)
     raise SpecError(
         f"{uri}: it has no tensor {prefix}{missing[0]} (and {len(missing) - 1} more of "

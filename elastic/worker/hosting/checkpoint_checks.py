@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from elastic.errors import ElasticError
-from elastic.types import Copy, CopyDamaged, CopyVerified, Event
+from elastic.types import Copy, CopyDamaged, CopyReadBegun, CopyVerified, Event
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class CopyChecks:
         self._thread.start()
 
     def check(self, copy: Copy) -> None:
-        """-> CopyVerified or CopyDamaged, in a while."""
+        """-> CopyReadBegun, then CopyVerified or CopyDamaged, in a while."""
         with self._change:
             if self._next is None or copy.step >= self._next.step:
                 self._next = copy
@@ -54,12 +54,17 @@ class CopyChecks:
             self._change.notify()
 
     def _run(self) -> None:
+        told = ""
         while not self._closed.is_set():
             with self._change:
                 self._change.wait_for(lambda: self._next is not None or self._closed.is_set())
                 copy, self._next = self._next, None
                 self._reading = copy.uri if copy is not None else ""
-            if copy is not None and not self._done(copy):
+            if copy is None:
+                continue
+            if copy.uri != told:  # else it is tried again
+                self._tell(CopyReadBegun(told := copy.uri))
+            if not self._done(copy):
                 self._closed.wait(AGAIN_S)
                 with self._change:
                     self._next = self._next or (copy if self._reading else None)

@@ -27,6 +27,7 @@ from elastic.types import (
     Plan,
     PlanFailed,
     Quiesced,
+    RemoveCopy,
     RollForward,
     StepDone,
     WorkerFailed,
@@ -281,8 +282,10 @@ def wrong(story: Story, generation: int) -> Decision:
     return story.tick(DigestChecked(generation, ok=False, n_bytes=100))
 
 
-def test_wrong_content_is_left_behind_with_all_that_came_of_it() -> None:
+@pytest.mark.parametrize("flag", [True, False])
+def test_wrong_content_is_left_behind_with_all_that_came_of_it(flag: bool) -> None:
     story = Story(peer_every=1)
+    story.state = replace(story.state, removes_distrusted=flag)
     first = story.running("a", "b", steps=4)
     story.tick(CopyStored(Copy(4, "durable", 1, first.layout, first.layers, uri="u4"), 0.1))
     second = plan_of(story.nodes("c"))
@@ -296,6 +299,7 @@ def test_wrong_content_is_left_behind_with_all_that_came_of_it() -> None:
     assert orders(decision, Abort) and "content of generation 2 differs" in decision.reason
     assert "distrusted with it: 3" in decision.reason and story.state.distrusted == {2, 3}
     assert [copy.uri for copy in story.state.durable] == ["u4"]
+    gone = orders(story.tick(), RemoveCopy)
     held = {name: left(third, name, 7) for name in "ab"}
     back = plan_of(said(story, *held.values()))
     assert (back.cause, back.resume.uri, back.resume.step) == ("rollback", "u4", 4)
@@ -303,7 +307,9 @@ def test_wrong_content_is_left_behind_with_all_that_came_of_it() -> None:
         "3 steps back" in story.decisions[-1].reason and "rolled back" in story.decisions[-1].reason
     )
     story.entered()
-    story.tick(CopyStored(Copy(8, "durable", 3, third.layout, third.layers, uri="u8"), 0.1))
+    late = Copy(8, "durable", 3, third.layout, third.layers, uri="u8")
+    gone += orders(story.tick(CopyStored(late, 0.1)), RemoveCopy)
+    assert gone == ([RemoveCopy("u6"), RemoveCopy("u8")] if flag else [])
     assert story.state.durable[0].uri == "u4", (
         "a copy of a distrusted generation does not count, however late it comes"
     )
@@ -337,15 +343,20 @@ def test_a_generation_that_came_of_an_older_copy_is_not_distrusted() -> None:
     assert story.state.distrusted == {second.generation} and story.state.phase == "running"
 
 
-def test_a_new_driver_still_knows_what_is_not_to_be_trusted() -> None:
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_new_driver_still_knows_what_is_not_to_be_trusted(flag: bool) -> None:
     state = State(distrusted=frozenset({2}), generation=3)
     copies = (Copy(8, "durable", 2, Layout(), uri="u8"), Copy(4, "durable", 1, Layout(), uri="u4"))
     story = Story()
     state = fold(
         state,
-        DriverStarted("r", 2, story.start.job, (SPOT,), story.start.model, durable=copies),
+        DriverStarted(
+            *("r", 2, story.start.job, (SPOT,), story.start.model), durable=copies,
+            removes_distrusted=flag,
+        ),
         1.0,
-    )
+    )  # fmt: skip
+    assert state.spoilt == (("u8",) if flag else ()), "what the one before has not come to"
     assert (
         [copy.uri for copy in state.durable] == ["u4"]
         and state.distrusted == {2}

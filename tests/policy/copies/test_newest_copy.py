@@ -11,8 +11,20 @@ from support.policy.story import SPOT, job
 from elastic.errors import StateLost
 from elastic.policy.copies.recovery import covered, from_memory, newest
 from elastic.policy.copies.replica_placement import replica_holders
-from elastic.policy.state.fold import State
-from elastic.types import Copy, Holding, Job, Layout, Node, Plan, WorkerId
+from elastic.policy.copies.retention import kept
+from elastic.policy.state.fold import State, fold
+from elastic.types import (
+    Copy,
+    CopyDamaged,
+    DriverStarted,
+    Holding,
+    Job,
+    Layout,
+    ModelProfile,
+    Node,
+    Plan,
+    WorkerId,
+)
 
 NAMES = ("a", "b", "c", "d")
 WORKERS = tuple(WorkerId(name, 0) for name in NAMES)
@@ -127,6 +139,38 @@ def test_the_newest_step_wins_and_memory_wins_a_tie(
     resume = newest(state(Layout(), {"a": [(0, 5, "peer")]}, durable=(copy,)))
     assert (resume.source, resume.step) == (source, step)
     assert resume.uri == ("u" if source == "durable" else "")
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_new_driver_still_knows_which_copy_is_damaged(attached: bool, flag: bool) -> None:
+    """It resumed from that, and where the job keeps one it removed the good one."""
+    older, newer = (Copy(n, "durable", 1, Layout(), (4,), uri=f"u{n}") for n in (80, 100))
+    before = state(Layout(), {}, durable=(newer, older))
+    before = fold(before, CopyDamaged("u100", "altered"), 1.0)
+    start = DriverStarted(
+        *("r", 2, job(keep_last=1), (SPOT,), ModelProfile(0, 0, ())),
+        attached=attached, durable=(newer, older), remembers_damage=flag,
+    )  # fmt: skip
+    now = fold(before, start, 2.0)
+    assert newest(now).uri == ("u80" if flag else "u100")
+    assert kept(now) == {"u80" if flag else "u100"}
+    assert not flag or (set(now.damaged), now.damaged_copies) == ({"u100"}, (newer,))
+    gone = fold(before, replace(start, durable=(older,)), 2.0)
+    assert newest(gone).uri == "u80" and not gone.damaged_copies
+
+
+def test_where_all_are_damaged_a_driver_that_resumes_from_storage_tries_them_again() -> None:
+    copies = tuple(Copy(n, "durable", 1, Layout(), (4,), uri=f"u{n}") for n in (100, 80))
+    now = state(Layout(), {}, durable=copies)
+    for copy in copies:
+        now = fold(now, CopyDamaged(copy.uri, "altered"), 1.0)
+    start = DriverStarted(
+        *("r", 2, job(), (SPOT,), ModelProfile(0, 0, ())), durable=copies, remembers_damage=True
+    )
+    with pytest.raises(StateLost, match="no checkpoint can be read"):
+        newest(fold(now, replace(start, attached=True), 2.0))
+    assert newest(fold(now, start, 2.0)).uri == "u100", "a person may have mended it"
 
 
 def test_nothing_saved_starts_again_while_little_is_lost_and_fails_when_much_is() -> None:

@@ -24,6 +24,7 @@ from elastic.types import (
     Copy,
     CopyDamaged,
     CopyFailed,
+    CopyReadBegun,
     CopyRemoved,
     CopyStored,
     CopyVerified,
@@ -336,6 +337,44 @@ def test_nothing_is_removed_before_a_newer_copy_was_read_back() -> None:
         "the quota has more weight"
     )
     assert fold(older, CopyVerified("elsewhere"), 2.0).verified == {"u30"}
+
+
+def test_a_copy_that_is_being_read_back_stays_until_that_is_done() -> None:
+    now = replace(state([30, 10], keep_last=2, verify_copies=True), verified=frozenset({"u10"}))
+    now = fold(now, CopyReadBegun("u30"), 1.0)
+    for step in (40, 50, 60):
+        now = fold(now, CopyStored(copy(step)), 1.0)
+        found = retention(now)
+        now = fold(now, Decided(found), 1.0)
+    assert [c.step for c in now.durable] == [60, 50, 30, 10]
+    assert "; step 30 stays while it is read back; step 10 stays until a newer" in found.reason
+    assert stays(replace(now, job=replace(now.job, storage_quota_gb=3.1))) == [60, 10]
+    assert stays(fold(now, CopyVerified("u30"), 2.0)) == [60, 50, 30]
+    assert stays(fold(now, CopyDamaged("u30", "altered"), 2.0)) == [60, 50, 10]
+    done = replace(now, step=1000, durable=(copy(1000), *now.durable))
+    gone = [action for action in decide(done, 1.0).actions if isinstance(action, RemoveCopy)]
+    assert RemoveCopy("u30") in gone, "nobody reads it any more"
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_damaged_copy_goes_where_a_quota_counts_it(flag: bool) -> None:
+    now = replace(state([50, 40, 30], storage_quota_gb=2.1, verify_copies=True), frees_damaged=flag)
+    now = fold(now, CopyDamaged("u50", "u50/__0_0.distcp: altered"), 1.0)
+    now = fold(now, CopyDamaged("u50", "once more"), 1.0)
+    found = retention(now)
+    assert found.actions == tuple(map(RemoveCopy, ["u30", "u50"] if flag else ["u30"]))
+    after = fold(now, Decided(found), 1.0)
+    assert (not after.damaged) == flag and not retention(after).actions
+    assert ("step 50 is damaged, and counts for the quota" in found.reason) == flag
+
+
+def test_the_newest_of_nothing_but_damaged_copies_stays() -> None:
+    now = replace(state([50, 40], storage_quota_gb=2.1), frees_damaged=True)
+    for uri in ("u40", "u50"):
+        now = fold(now, CopyDamaged(uri, "altered"), 1.0)
+    assert retention(now).actions == (RemoveCopy("u40"),)
+    no_quota = replace(now, job=replace(now.job, storage_quota_gb=None))
+    assert retention(no_quota).actions == ()
 
 
 def test_a_copy_that_stays_beside_the_rules_is_named_with_its_reason() -> None:

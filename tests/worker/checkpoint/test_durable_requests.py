@@ -17,7 +17,7 @@ from elastic.storage import Storage, open_storage
 from elastic.storage.local import LocalStorage
 from elastic.storage.s3 import S3Storage
 from elastic.types import Box
-from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
+from elastic.worker.checkpoint import checkpoint_index, checkpoint_reader, checkpoint_writer
 from elastic.worker.checkpoint.checkpoint_format import (
     MANIFESTS,
     MARKER,
@@ -133,3 +133,34 @@ def test_manifests_that_are_not_as_many_as_ranks_are_refused() -> None:
     assert decode_manifests(encode_manifests(texts), "m", 2) == texts
     with pytest.raises(Damaged, match="^m: it has 2 lines where 3 ranks have one each$"):
         decode_manifests(encode_manifests(texts), "m", 3)
+
+
+@pytest.mark.parametrize(("remote", "most"), [(True, 6), (False, 40)])
+def test_reading_back_asks_object_storage_for_many_blobs_at_once(
+    remote: bool, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is read a blob at a time, as it is hashed."""
+    monkeypatch.setattr(checkpoint_writer, "CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(checkpoint_reader, "VERIFY_BYTES", 64 << 10)
+    monkeypatch.setattr(checkpoint_reader, "VERIFY_REMOTE_BYTES", 512 << 10)
+    storage, box = open_storage(tmp_path), Box("w", (0,), (1 << 19,), "float32")
+    checkpoint_writer.write_shard(storage, 5, 1, rank=0, items=[(box, torch.ones(box.sizes))])
+    uri = checkpoint_writer.commit(storage, 5, 1, world_size=1, epoch=1, meta={})
+    monkeypatch.setattr(LocalStorage, "remote", remote)
+    asked, paced = list[int](), list[int]()
+    real = LocalStorage.read
+
+    def read(self: LocalStorage, key: str, offset: int, length: int) -> bytearray:
+        asked.append(length)
+        return real(self, key, offset, length)
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    assert checkpoint_index.verify(uri, paced=paced.append) == []
+    shard = Path(uri) / "__0_0.distcp"
+    assert sum(paced) >= shard.stat().st_size
+    assert most / 2 < len(asked) <= 2 * most
+    data = bytearray(shard.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    shard.write_bytes(data)
+    (problem,) = checkpoint_index.verify(uri)
+    assert "the blob of w [16384] float32 from [393216]" in problem and "is altered" in problem

@@ -9,16 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic.policy.copies.retention import removal
+from elastic.policy.state.fold import fold
+from elastic.policy.state.state import State
 from elastic.storage import open_storage
 from elastic.types import (
     Box,
     Copy,
     CopyDamaged,
+    CopyReadBegun,
     CopyStored,
     CopyVerified,
+    Decided,
     Event,
+    Job,
     Layout,
     Plan,
+    RemoveCopy,
     ShardStored,
     WorkerId,
 )
@@ -27,6 +34,7 @@ from elastic.worker.hosting import checkpoint_checks
 from elastic.worker.hosting.aggregate import CheckpointParts
 from elastic.worker.hosting.checkpoint_checks import CopyChecks, Paced, ReadPace
 from elastic.worker.hosting.checkpoint_orders import CheckpointCommitter
+from elastic.worker.hosting.thread_boundary import waiting
 
 PLAN = Plan(1, Layout(), (WorkerId("a", 0),), (8,), (4,))
 
@@ -58,8 +66,10 @@ def test_the_newest_is_next_and_what_is_wrong_is_said() -> None:
     for step in (10, 15):
         on.checks.check(copy(step))
     on.go.put([])
+    assert on.news.get(timeout=60) == CopyReadBegun("u5")
     assert on.news.get(timeout=60) == CopyVerified("u5", 8, pytest.approx(0, abs=60))
     assert on.read.get(timeout=60) == "u15"
+    assert on.news.get(timeout=60) == CopyReadBegun("u15")
     on.go.put(["u15/__0_0.distcp: altered"])
     assert on.news.get(timeout=60) == CopyDamaged("u15", "u15/__0_0.distcp: altered")
     on.checks.close()
@@ -79,9 +89,41 @@ def test_one_that_was_removed_meanwhile_is_not_damaged_and_silent_storage_is_ask
     on.go.put(TimeoutError("no answer"))
     assert on.read.get(timeout=60) == "u10"
     on.go.put([])
+    begun = [on.news.get(timeout=60) for _ in range(2)]
+    assert begun == [CopyReadBegun("u5"), CopyReadBegun("u10")], "that it is tried again is no news"
     event = on.news.get(timeout=60)
     assert isinstance(event, CopyVerified) and event.uri == "u10"
     on.checks.close()
+
+
+def test_a_reading_that_lasts_three_checkpoints_comes_to_its_end() -> None:
+    """The run keeps the last two: the copy that was read was removed each time before that was
+    done."""
+    on = Storage()
+    job = Job.from_plain({"steps": 1000, "global_batch": 8, "keep_last": 2, "verify_copies": True})
+    state = State(phase="running", run="r", job=job, plan=PLAN, generation=1)
+
+    def heard(*events: Event) -> None:
+        nonlocal state
+        for event in events:
+            state = fold(state, event, 0.0)
+        decision = removal(state)
+        for action in decision.actions:
+            assert isinstance(action, RemoveCopy)
+            on.checks.removed(action.uri)
+        state = fold(state, Decided(decision), 0.0)
+
+    for step in range(1, 10):
+        heard(CopyStored(copy(step)))
+        on.checks.check(copy(step))
+        if step % 3 == 0:
+            on.go.put([])
+        if step == 1 or step % 3 == 0:
+            assert on.read.get(timeout=60) == f"u{step}"
+            heard(*waiting(on.news))
+    on.checks.close()
+    assert "u6" in state.verified
+    assert [copy.step for copy in state.durable] == [9, 8, 6]
 
 
 def test_reading_keeps_its_pace_and_ends_with_the_driver() -> None:
@@ -121,8 +163,10 @@ def test_a_copy_whose_bytes_changed_after_it_was_written_is_found(tmp_path: Path
     found: list[Event] = []
     for step in (5, 10):
         copies.commit(CheckpointParts(PLAN, step, {0: ShardStored(1, step, 0, 8, 0.1, 0.0, 1)}))
-        found += [copies._news.get(timeout=60) for _ in range(2)]
+        found += [copies._news.get(timeout=60) for _ in range(3)]
     copies.close()
     kinds = [type(event) for event in found]
-    assert kinds == [CopyStored, CopyVerified, CopyStored, CopyDamaged]
-    assert isinstance(found[3], CopyDamaged) and shard.name in found[3].reason
+    assert kinds == [
+        *(CopyStored, CopyReadBegun, CopyVerified), *(CopyStored, CopyReadBegun, CopyDamaged),
+    ]  # fmt: skip
+    assert isinstance(found[5], CopyDamaged) and shard.name in found[5].reason
