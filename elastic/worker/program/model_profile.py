@@ -353,6 +353,17 @@ def extra_of(
     return ExtraState(with_counters(program.extra_state, each, names))
 
 
+def hook_on_weight(model: nn.Module) -> str:
+    """Which weight has one: the tensors that are trained are others. '' = none."""
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            return (
+                f"the weight {name} has a hook, which is lost where the model is cut: scale the "
+                "gradient in forward instead"
+            )
+    return ""
+
+
 def _check_memory(model: nn.Module) -> None:
     """Raises SpecError for a parameter whose memory another tensor of the model has too: one
     process steps both at once, and elastic keeps each in memory of its own."""
