@@ -23,7 +23,7 @@ from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
 from elastic.worker.program.loop_program import Settings
 from elastic.worker.program.norms.batch_norms import StepNorm, chosen, training_norms
-from elastic.worker.program.optimizers import Optimizers
+from elastic.worker.program.optimizers import Optimizers, attributes_of
 from elastic.worker.program.owned.optimizer_counters import with_counters
 from elastic.worker.program.weights import check_weights, stored_shape
 
@@ -288,11 +288,13 @@ def _specs(
         # packed weights are in no file
         reread = program.weights is not None and fqn not in program.packed
         frozen = reread and not buffer and not trainable
+        attributes = tuple(attributes_of(tensor).items()) if trainable else ()
         specs.append(
             TensorSpec(
-                fqn, tuple(tensor.shape), dtype, tp_dim, block, tied_to, trainable, buffer, frozen
+                fqn, tuple(tensor.shape), dtype, tp_dim, block, tied_to, trainable, buffer, frozen,
+                attributes=attributes,
             )
-        )
+        )  # fmt: skip
     return tuple(specs)
 
 
