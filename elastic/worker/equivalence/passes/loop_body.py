@@ -229,8 +229,14 @@ class BodyPasses:
             judged = self._judged()
             numbers = [step.loss for step in judged]
             if all(map(math.isfinite, numbers)):
-                said = self.drawn and (self.lost() or self.sees_others())
-                why = f"{self._draws()}, each rank its own" if said else ""
+                nothing = not any(map(_is_something, judged))
+                said = (self.drawn or nothing) and (self.lost() or self.sees_others())
+                why = f"{self._draws()}, each rank its own" if said and self.drawn else ""
+                if nothing and not said:
+                    why = (
+                        f"{self.where}: the loss of {self.n} samples is 0, with gradients of 0, "
+                        "and so is that of each alone"
+                    )
             else:
                 step = next(step for step in judged if not math.isfinite(step.loss))
                 which = f"{self.n} samples" if step.rows is None else "a sample alone"
@@ -287,6 +293,10 @@ class _Precision(TorchDispatchMode):
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.detach() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def _is_something(step: _Step) -> bool:
+    return bool(step.loss or _largest([*step.gradients.values()]))
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
