@@ -106,6 +106,10 @@ WRONG = {
         "run.backward(F.cross_entropy(h, y, reduction='sum'))",
         "train.py:21: ", BESIDE,
     ),
+    "a deviation over the batch": (  # none of one sample
+        "h = run.model(x)\nrun.backward(n * (h.std(0) - 1).square().sum())",
+        "train.py:20: in run.backward the loss of 4 samples is ", "that of the same in 2 parts ",
+    ),
     "balanced over the batch": (
         f"g = run.model(x).softmax(-1)\nrun.backward({CE} + n * (g.mean(0) ** 2).sum())",
         "train.py:20: ", BESIDE,
