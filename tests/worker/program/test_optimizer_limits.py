@@ -13,14 +13,18 @@ import pytest
 import torch
 from support.docs.pages import blocks
 from support.places import PROGRAMS
+from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError
 from elastic.ledger.journal import decode, encode
 from elastic.program import Program, load_program
+from elastic.types import Job, Layout
+from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.element_wise import what_they_keep
 from elastic.worker.program.loop_program import module_factory
 from elastic.worker.program.model_profile import trace
 from elastic.worker.program.optimizers import Optimizers
+from elastic.worker.state.train_state import TrainState
 
 BARE = load_program(PROGRAMS / "tiny_bare.py")
 SPECS = trace(BARE).specs
@@ -324,3 +328,22 @@ def test_what_a_model_sets_on_its_parameters_is_there_for_groups_and_steps() -> 
     copied = module_factory(marked())()
     assert [p.lr_mul for p in copied.parameters()] == [1.0, 2.0, 3.0, 4.0]  # type: ignore[attr-defined]
     assert decode(encode(trace(scaled))).specs == specs, "the journal has them"
+
+
+def test_so_it_is_on_the_parts_that_fsdp_makes() -> None:
+    program: Program = replace(
+        BARE, model=marked, blocks="*", tp={}, init=None, weights=None,
+        optimizer=lambda named: Scaled([p for _, p in named], lr=0.1),
+    )  # fmt: skip
+    layout = Layout(dp_shard=2)
+    groups = Groups(0, layout, torch.device("cpu"))
+    try:
+        groups.pretend(0)
+        state = TrainState(
+            program, trace(program), groups, layout=layout, layers=(2,), rank=0, job=Job()
+        )
+        for parts in (state.model.parameters(), state.local.values()):
+            assert [part.lr_mul for part in parts] == [1.0, 2.0, 3.0, 4.0]  # type: ignore[attr-defined]
+        assert all(isinstance(part, DTensor) for part in state.model.parameters())
+    finally:
+        groups.close()
