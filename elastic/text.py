@@ -63,6 +63,11 @@ def printable(text: str) -> str:
     return _COMMANDS.sub(lambda m: m[0].encode("unicode_escape").decode(), text)
 
 
+def uncolored(text: str) -> str:
+    """What a program has printed, without colors and what moves the cursor."""
+    return _COLORS.sub("", CURSOR.sub("", text))
+
+
 def program_output(text: str, *, colored: bool) -> str:
     """The same of what a program has printed, where bars and colors are usual: what moves the
     cursor is left out; colors end with their line, or are left out, too."""

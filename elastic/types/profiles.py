@@ -18,7 +18,8 @@ class TensorSpec:
     earlier) that it shares its memory with. Only trainable tensors have optimizer state; buffers
     are never cut. `reread`: no part of the training state; who needs it reads it from the program's
     weights. `optimizer`: index in ModelProfile.optimizers of the one that trains it. `by_expert`:
-    dimension 0 counts experts, which ep divides.
+    dimension 0 counts experts, which ep divides. `attributes`: what the model has set on the
+    parameter (a factor of its learning rate), by name.
     """
 
     fqn: str
@@ -32,6 +33,7 @@ class TensorSpec:
     reread: bool = False
     optimizer: int = 0
     by_expert: bool = False
+    attributes: tuple[tuple[str, bool | int | float | str], ...] = ()
 
 
 @dataclass(frozen=True)

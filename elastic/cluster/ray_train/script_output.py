@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from elastic.config.numbers.logged_names import NAME, STEP_NAMES, checked_names, number_of
 from elastic.errors import ProgramError
-from elastic.text import CURSOR
+from elastic.text import CURSOR, uncolored
 
 # of a bar that is named so the steps done, not how many per cent they are
 STEP = re.compile(
@@ -73,6 +73,7 @@ class StepReader:
 
     def read(self, line: str) -> tuple[int, float] | None:
         """The step that is known with this line, and its loss."""
+        line = uncolored(line)
         if line.startswith(LOGGED):
             self._logged |= logged_in(line)
             return None

@@ -136,17 +136,20 @@ def depends(anyway: str) -> str:
     )
 
 
-def unlike_each(whole: float, ones: Sequence[float], anyway: str) -> str:
-    """What is said of samples whose loss is not the sum of those of each."""
-    n, each = len(ones), sum(ones)
+def unlike_each(whole: float, ones: Sequence[float], anyway: str, *, n: int = 0) -> str:
+    """What is said of samples whose loss is not the sum of those of each; `n`: how many they are,
+    where `ones` are parts of them."""
+    each, n = sum(ones), n or len(ones)
+    one_by_one = "one by one" if n == len(ones) else f"in {len(ones)} parts"
     of_what = depends(anyway)
-    if math.isclose(n * whole, each, rel_tol=LOSS_AGREES):
+    if math.isclose(len(ones) * whole, each, rel_tol=LOSS_AGREES):
         of_what = (
             "a mean, it seems, maybe times a number that does not follow from the batch; the loss "
             "must be the sum over the batch (reduction='sum', or the mean times its own count)"
         )
     return (
-        f"the loss of {n} samples is {whole:.6g}, that of the same one by one {each:.6g}: {of_what}"
+        f"the loss of {n} samples is {whole:.6g}, that of the same {one_by_one} {each:.6g}: "
+        f"{of_what}"
     )
 
 

@@ -199,7 +199,7 @@ def _first(wrong: list[ProgramError], dataset: Any) -> Batch:
         check_samples(dataset)
     except ProgramError as error:
         wrong.append(error)
-    return batch_of(dataset, None)
+    return batch_of(dataset, None, pair=True)
 
 
 def _of_body(body: BodyPasses, why: str, found: Verdict, *, seconds: float) -> Verdict:

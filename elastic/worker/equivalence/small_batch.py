@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,10 @@ KEPT = (
 )
 
 
-def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
+def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS, *, pair: bool = False) -> Batch:
     """Samples from all over the dataset; of a job with a budget of tokens, of a stream, or of a
-    dataset with fewer, the first one again and again."""
+    dataset with fewer, the first one again and again. `pair`: two of them are of one class, where
+    such are found."""
     if budget is not None:
         part = budget.of_one(0, 1)
         return collate([item_of(dataset, 0, part.length)] * n_rows)
@@ -55,7 +57,8 @@ def batch_of(dataset: Any, budget: Any, n_rows: int = ROWS) -> Batch:
     if few or type(dataset).__name__ == "Stream":
         return collate([dict(item_of(dataset, 0, None)) for _ in range(n_rows)])
     try:
-        return collate(spread_samples(dataset, n_rows))
+        items = spread_samples(dataset, n_rows)
+        return collate(_with_a_pair(dataset, items) if pair else items)
     except Exception:  # noqa: BLE001 - the user's dataset: what is wrong with its first samples is reported
         return collate([dict(item_of(dataset, i, None)) for i in range(n_rows)])
 
@@ -156,6 +159,26 @@ def spread_samples(dataset: Any, n: int) -> list[dict[str, Any]]:
         if len(unequal) == n:
             break
     return (unequal + others)[:n]
+
+
+def _with_a_pair(dataset: Any, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the place of the last one a sample of the first one's class, where no two are of one: that
+    beside it, as of classes that stand in order, or another."""
+    if any(_of_one_class(one, other) for one, other in combinations(items, 2)):
+        return items
+    for index in (1, *_spread(len(dataset), TRIED)):
+        item = dict(item_of(dataset, index, None))
+        if _of_one_class(items[0], item) and not any(_same(item, one) for one in items):
+            return [*items[:-1], item]
+    return items
+
+
+def _of_one_class(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Have they a whole number in common?"""
+    numbers = ((np.asarray(one[key]), np.asarray(other[key])) for key in one.keys() & other.keys())
+    return any(
+        a.size == b.size == 1 and a.dtype.kind in "iu" and a.item() == b.item() for a, b in numbers
+    )
 
 
 def _spread(size: int, n: int) -> list[int]:

@@ -34,7 +34,7 @@ from elastic.worker.equivalence.forward_trace import (
 from elastic.worker.equivalence.small_copy import whole_model
 from elastic.worker.equivalence.stages.groups_in_stages import groups_in_stages
 from elastic.worker.parallel.stages.carried_values import carries
-from elastic.worker.program.model_profile import block_names, block_of, build_meta
+from elastic.worker.program.model_profile import block_names, block_of, build_meta, hook_on_weight
 from elastic.worker.program.norms.batch_norms import norms_of
 
 
@@ -312,12 +312,8 @@ def _of_weights(program: Program, one: Followed) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"{name} has sparse gradients, which cannot be cut: take sparse=False"
-    for name, p in model.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            return (
-                f"the weight {name} has a hook, which is lost where the model is cut: scale the "
-                "gradient in forward instead"
-            )
+    if hook := hook_on_weight(model):
+        return hook
     for name, where in one.weights_written.items():
         at = f" ({where})" if where else ""
         return (

@@ -114,6 +114,9 @@ class PreparedTrainer:
             raise SpecError(
                 f"{HERE}: it is a {type(trainer).__name__}; give a transformers.Trainer"
             )
+        for name in ("model", "optimizer"):
+            if name in job:
+                raise SpecError(f"{HERE}({name}=...): it is the Trainer's; give it to the Trainer")
         self.trainer: Any = trainer
         self.job = dict(job)
         self._run: Run | None = None
@@ -127,18 +130,24 @@ class PreparedTrainer:
         for name, value in {"resume_from_checkpoint": resume_from_checkpoint, **others}.items():
             if value and not (name == "resume_from_checkpoint" and value is True):
                 raise SpecError(f"{HERE}: train({name}=...): {WHY.get(name, NOT_DONE)}")
-        given, losses = self._given(), Losses(self.trainer)
+        given = self._given()
+        losses = Losses(self.trainer, given)
         optimizer, scheduler = self.trainer.create_optimizer(), self.trainer.lr_scheduler
+        extra = {} if scheduler is None else {"scheduler": scheduler}
         most = -(-given["global_batch"] // self.trainer.args.per_device_train_batch_size)
         self.trainer.model.train()  # as a Trainer does at each step: from_pretrained leaves it off
+        own = {
+            "files": files_of(self.trainer.model, self.trainer.processing_class),
+            **self._validation(losses, given["global_batch"]),
+        }
+        extra |= given.pop("extra_state", {})
+        given.pop("count", None)
         entered = loop(
             model=self.trainer.model,
             optimizer=optimizer,
             count=losses.count,
-            files=files_of(self.trainer.model, self.trainer.processing_class),
-            **({} if scheduler is None else {"extra_state": {"scheduler": scheduler}}),
-            **given,
-            **self._validation(losses, given["global_batch"]),
+            extra_state=extra,
+            **own | given,
         )
         rates = LearningRates(self.trainer, optimizer)
         self._run = run = entered._entered(inspect.currentframe())
@@ -370,7 +379,8 @@ def job_keys(
 
 @dataclass(frozen=True)
 class Collated:
-    """A dataset whose samples the Trainer's collator has made, each by itself."""
+    """A dataset whose samples the Trainer's collator has made, each by itself. Raises SpecError
+    where it makes other than a row of each tensor."""
 
     dataset: Any
     trainer: Any
@@ -379,8 +389,13 @@ class Collated:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        made = self._collate([self.dataset[index]])
-        return {key: value[0] for key, value in made.items() if isinstance(value, torch.Tensor)}
+        made = self._collate([self.dataset[index]]).items()
+        return {key: one_row(key, x) for key, x in made if not isinstance(x, bool | None)}
+
+    def flags(self) -> dict[str, bool]:
+        """What it makes beside them, the same for every sample: return_loss=True."""
+        made = self._collate([self.dataset[0]]) if len(self) else {}
+        return {key: x for key, x in made.items() if isinstance(x, bool)}
 
     @cached_property  # it reads the signature of the model
     def _collate(self) -> Callable[[list[Any]], Mapping[str, Any]]:
@@ -390,10 +405,26 @@ class Collated:
         return made
 
 
-class Losses:
-    """The model's own loss, summed over a batch: the mean that it gives times what it is of."""
+def one_row(key: str, value: Any) -> torch.Tensor:
+    """Of what the collator makes of one sample."""
+    if isinstance(value, torch.Tensor) and value.ndim and len(value) == 1:
+        row: torch.Tensor = value[0]
+        return row
+    what = f"'{key}' as a {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        what = f"{len(value)} rows of '{key}'" if value.ndim else f"'{key}' as one number"
+    raise SpecError(
+        f"{HERE}: of one sample the collator gives {what}; ranks share the rows of tensors: give "
+        f"one row of each key, or {OWN_LOOP}"
+    )
 
-    def __init__(self, trainer: Any) -> None:
+
+class Losses:
+    """The model's own loss, summed over a batch: the mean that it gives times what it is of.
+    `given`: keywords of the loop, of which `count` says the latter. That of a CTC model with
+    ctc_loss_reduction="sum" is summed over the step, as the Trainer's is."""
+
+    def __init__(self, trainer: Any, given: Mapping[str, Any] | None = None) -> None:
         from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
         model, config = trainer.model, trainer.model.config
@@ -405,24 +436,63 @@ class Losses:
         self._sums = self._shifted and trainer.model_accepts_loss_kwargs
         self._sums &= named or asks[0]  # else it may keep to itself what it is called with
         self._sums &= not getattr(config, "output_router_logits", False)  # added to as a mean
+        given = given or {}
+        rows, self._said = given.get("dataset"), given.get("count")
+        self._flags = rows.flags() if isinstance(rows, Collated) else {}
+        self._of_speech = is_a(model, "ForCTC")
+        self._times = 0  # the sum that it gives already; 0 = it gives a mean
+        if self._of_speech and config.ctc_loss_reduction == "sum":
+            self._times = 1 if self._said is not None else given.get("global_batch", 1)
+        of_pixels = is_a(model, "ForSemanticSegmentation")
+        self._all = of_pixels and config.num_labels == 1  # its mean has zeros for what is ignored
+        self._ignored = ignored_pixels(config) if of_pixels else IGNORED
 
     def __call__(self, model: Any, batch: Batch) -> torch.Tensor:
         if self._sums:  # also right where no label of the batch counts
-            loss: torch.Tensor = model(**batch, num_items_in_batch=1)["loss"]
-            return loss
-        mean: torch.Tensor = model(**batch)["loss"]
-        count = self.count(batch)
+            return self._loss(model, batch, num_items_in_batch=1)
+        if self._times:
+            return self._loss(model, batch) * self._times
+        mean, count = self._loss(model, batch), self.count(batch)
         if isinstance(count, int):
             return mean * count
         # of no label (no word of the batch is masked) the mean is none
         return torch.where(count > 0, mean * count, torch.zeros_like(mean))
 
+    def _loss(self, model: Any, batch: Batch, **more: int) -> torch.Tensor:
+        output = model(**batch, **self._flags, **more)
+        if not isinstance(output, Mapping) or "loss" not in output:
+            has = ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
+            raise ProgramError(
+                f"{HERE}: the model gives no loss ({has}) of what the collator makes of a sample "
+                f"({', '.join(batch)}): give it the labels that the model takes, or {OWN_LOOP}"
+            )
+        loss: torch.Tensor = output["loss"]
+        return loss
+
     def count(self, batch: Batch) -> torch.Tensor | int:
-        """Labels that the loss is of."""
-        if "labels" not in batch:
+        """Labels that the loss is of; of samples that have none, or are speech, the samples."""
+        if self._said is not None:
+            said: torch.Tensor | int = self._said(batch)
+            return said
+        if "labels" not in batch or self._of_speech:
             return len(next(iter(batch.values())))
         labels = batch["labels"][..., 1:] if self._shifted else batch["labels"]
-        return (labels != IGNORED).sum()
+        return labels.numel() if self._all else (labels != self._ignored).sum()
+
+
+def is_a(model: Any, task: str) -> bool:
+    """Is it one of transformers for that task, or made of one?"""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return any(
+        task in kind.__name__ and kind.__module__.startswith("transformers.")
+        for kind in type(model).__mro__
+    )
+
+
+def ignored_pixels(config: Any) -> int:
+    """The label of those that the loss of a segmentation leaves out."""
+    own: int = getattr(config, "loss_ignore_index", IGNORED)  # of UperNet
+    return getattr(config, "semantic_loss_ignore_index", own)
 
 
 def asks_for_loss(model: Any) -> list[bool]:

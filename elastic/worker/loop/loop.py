@@ -56,6 +56,7 @@ from elastic.worker.program.loop_program import (
     no_loss,
     numbers_of,
 )
+from elastic.worker.program.model_profile import hook_on_weight
 from elastic.worker.program.optimizers import by_name
 
 NO_HOST = (
@@ -163,6 +164,8 @@ class loop:
                 f"elastic.loop: model is a {type(self.model).__name__}; give the plain nn.Module, "
                 "not wrapped and not compiled (and ElasticTrainer in the place of TorchTrainer)"
             )
+        if hook := hook_on_weight(self.model):
+            raise SpecError(f"elastic.loop: {hook}, or leave it out")
         if any(
             state for one in by_name(self.optimizer, WHERE).values() for state in one.state.values()
         ):

@@ -32,7 +32,7 @@ from elastic.types import OptimizerSpec
 from elastic.worker.process.call_log import OF_GROUP
 from elastic.worker.process.readback import Number
 from elastic.worker.program.calls import ModelCall
-from elastic.worker.program.optimizers import Optimizer, by_name
+from elastic.worker.program.optimizers import Optimizer, attributes_of, by_name
 from elastic.worker.program.owned.optimizer_counters import (
     COUNTERS,
     GROUP,
@@ -122,7 +122,9 @@ def module_factory(module: nn.Module) -> Callable[[], nn.Module]:
         memo: dict[int, Any] = {}
         for parameter in module.parameters():
             value = torch.empty_like(parameter, device="meta") if on_meta else parameter.detach()
-            memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            copied = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            vars(copied).update(attributes_of(parameter))
+            memo[id(parameter)] = copied
         for buffer in module.buffers():
             here = torch.empty_like(buffer, device="meta") if on_meta else buffer.detach().clone()
             memo[id(buffer)] = here

@@ -23,7 +23,7 @@ from elastic.worker.program.element_wise import what_they_keep, with_kept
 from elastic.worker.program.extra_state import ExtraState
 from elastic.worker.program.loop_program import Settings
 from elastic.worker.program.norms.batch_norms import StepNorm, chosen, training_norms
-from elastic.worker.program.optimizers import Optimizers
+from elastic.worker.program.optimizers import Optimizers, attributes_of
 from elastic.worker.program.owned.optimizer_counters import with_counters
 from elastic.worker.program.weights import check_weights, stored_shape
 
@@ -288,11 +288,13 @@ def _specs(
         # packed weights are in no file
         reread = program.weights is not None and fqn not in program.packed
         frozen = reread and not buffer and not trainable
+        attributes = tuple(attributes_of(tensor).items()) if trainable else ()
         specs.append(
             TensorSpec(
-                fqn, tuple(tensor.shape), dtype, tp_dim, block, tied_to, trainable, buffer, frozen
+                fqn, tuple(tensor.shape), dtype, tp_dim, block, tied_to, trainable, buffer, frozen,
+                attributes=attributes,
             )
-        )
+        )  # fmt: skip
     return tuple(specs)
 
 
@@ -351,6 +353,17 @@ def extra_of(
         return ExtraState(program.extra_state)
     each = Optimizers(program, specs, {}).each
     return ExtraState(with_counters(program.extra_state, each, names))
+
+
+def hook_on_weight(model: nn.Module) -> str:
+    """Which weight has one: the tensors that are trained are others. '' = none."""
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            return (
+                f"the weight {name} has a hook, which is lost where the model is cut: scale the "
+                "gradient in forward instead"
+            )
+    return ""
 
 
 def _check_memory(model: nn.Module) -> None:

@@ -69,7 +69,7 @@ class Optimizers:
     def __init__(
         self,
         program: Program,
-        specs: Iterable[TensorSpec],
+        specs: Sequence[TensorSpec],
         tensors: Mapping[str, nn.Parameter],
         *,
         whole: Collection[str] = (),
@@ -82,6 +82,10 @@ class Optimizers:
             for spec in specs
             if spec.trainable and not spec.buffer and spec.tied_to is None
         }
+        for spec in specs:
+            for tensor in (wholes.get(spec.fqn), tensors.get(spec.fqn)):
+                if tensor is not None:
+                    vars(tensor).update(spec.attributes)
         names = {id(whole): fqn for fqn, whole in wholes.items()}
         self.given = tuple(wholes.values())
         self.each = by_name(_called(program, wholes))
@@ -168,7 +172,15 @@ class Optimizers:
 
 def _stand_in(like: nn.Parameter, device: torch.device) -> nn.Parameter:
     """A tensor of one element, of as many dimensions."""
-    return nn.Parameter(torch.zeros((1,) * like.ndim, dtype=like.dtype, device=device))
+    made = nn.Parameter(torch.zeros((1,) * like.ndim, dtype=like.dtype, device=device))
+    vars(made).update(attributes_of(like))
+    return made
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, bool | int | float | str]:
+    """What a model has set on it that other tensors in its place have too: `weight.lr_mul = 75.0`,
+    for optimizers and groups that read it."""
+    return {k: x for k, x in vars(parameter).items() if isinstance(x, bool | int | float | str)}
 
 
 def step_of(optimizer: Optimizer) -> None:

@@ -97,6 +97,9 @@ class TrainState:
         self.model = self.models[0]  # all of it, where there is no pipeline
         self.routed = TokenCounts(self.models)
         self.parameters = self._present_parameters()
+        for spec in profile.specs:  # FSDP and tp have put others in their place
+            if spec.fqn in self.parameters:
+                vars(self.parameters[spec.fqn]).update(spec.attributes)
         styles: dict[str, str] = {}
         for model in self.models if WHOLE & set(program.tp.values()) else ():
             styles |= tp_styles(model, program)

@@ -11,7 +11,6 @@ from elastic.cluster.ray_train.script_output import (
     TRACEBACK,
     StepReader,
     error_part,
-    step_in,
 )
 from elastic.errors import ProgramError
 
@@ -28,12 +27,15 @@ from elastic.errors import ProgramError
         ("Iteration:  45%|████▌     | 450/1000 [00:10<00:12, 43.1it/s, loss=2.3]", (450, 2.3)),
         ("step 40 loss 2.31:  45%|████▌     | 450/1000 [00:10<00:12, 43.1it/s]", (40, 2.31)),
         ("Iteration: 45.5% done, loss 2.3", None),
+        # as torchtitan prints it
+        ("\x1b[31mstep:  1  \x1b[32mloss: 12.2  \x1b[38;2;180;60;0mtps: 9\x1b[39m", (1, 12.2)),
+        ("\x1b[1;31mstep: 2\x1b[0m \x1b[2K\x1b[32mloss:\x1b[39m 3.5", (2, 3.5)),
     ],
 )
 def test_a_line_of_output_names_a_step_and_its_loss(
     line: str, found: tuple[int, float] | None
 ) -> None:
-    assert step_in(line) == found
+    assert StepReader().read(line) == found
 
 
 def steps(reader: StepReader, *lines: str) -> list[int]:

@@ -80,6 +80,12 @@ def is_accepted(one: Verdict) -> bool:
     return set(one.equal or ()) == {"dp"}
 
 
+PAIRS = (  # of samples of one class, as far as there are any
+    "h = F.normalize(run.model(x), dim=-1)\n"
+    "near = (y[:, None] == y) & ~torch.eye(n, dtype=torch.bool)\n"
+    "l = (torch.cdist(h, h).square() + 0.1)[near].sum() + h.sum() * 0\nrun.backward(l)"
+)
+IN_ORDER = "[{**row, 'y': i // 16} for i, row in enumerate(data)]"  # four classes
 BESIDE = ": a result depends on which samples stand beside it; compute each by itself, or say "
 KEEPS = "the body of the loop keeps something from step to step that no new worker gets"
 WRONG = {
@@ -99,6 +105,10 @@ WRONG = {
         "h = run.model(x)\nh = (h - h.mean(0)) / (h.std(0, unbiased=False) + 1e-5)\n"
         "run.backward(F.cross_entropy(h, y, reduction='sum'))",
         "train.py:21: ", BESIDE,
+    ),
+    "a deviation over the batch": (  # none of one sample
+        "h = run.model(x)\nrun.backward(n * (h.std(0) - 1).square().sum())",
+        "train.py:20: in run.backward the loss of 4 samples is ", "that of the same in 2 parts ",
     ),
     "balanced over the batch": (
         f"g = run.model(x).softmax(-1)\nrun.backward({CE} + n * (g.mean(0) ** 2).sum())",
@@ -276,6 +286,23 @@ def test_what_cannot_be_known_is_noted(body: str, why: str, tmp_path: Path) -> N
     head = "whether the body of its loop trains on samples together as on each alone is not known: "
     assert note.startswith(head) and why in note and "--layout dp_shard=1" in note, note
     assert not one.structure.no_dp and not one.equal and one.steady
+
+
+@pytest.mark.parametrize("data", ["data", IN_ORDER])
+def test_a_loss_of_pairs_is_seen_where_two_samples_are_of_one_class(
+    data: str, tmp_path: Path
+) -> None:
+    said = found(tmp_path, PAIRS, before=f"data = {data}").structure.no_dp
+    assert said.startswith("train.py:22: ") and BESIDE in said, said
+
+
+def test_of_a_loss_that_is_0_nothing_is_known(tmp_path: Path) -> None:
+    """As no two samples are of one class."""
+    before = "data = [{**row, 'y': i} for i, row in enumerate(data)]"
+    one = found(tmp_path, PAIRS, before=before)
+    (note,) = one.structure.notes
+    assert "train.py:22: the loss of 4 samples is 0, with gradients of 0, and so is" in note
+    assert not one.structure.no_dp and not one.equal
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,13 @@ def test_gradients_that_the_script_clears_do_not_count(
     losses_agree_when_resized(pool, tmp_path, script, at_step=3)
 
 
+@pytest.mark.e2e
+def test_what_the_model_has_set_on_its_parameters_is_there_in_each_layout(
+    pool: Pool, tmp_path: Path
+) -> None:
+    losses_agree_when_resized(pool, tmp_path, "loop_marked.py", at_step=3)
+
+
 def test_zero_grad_clears_the_gradients_of_the_model_that_is_trained() -> None:
     given = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     own = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from elastic.worker.loop.hf_trainer import (
     NO_MATTER,
     TAKEN,
     WHY,
+    Collated,
     Losses,
     PreparedTrainer,
     check,
@@ -48,12 +50,36 @@ made = transformers.BertForSequenceClassification(transformers.BertConfig(
     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
     num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 """,
+    # the mean over samples of each one's loss by its own labels, or a sum
+    "speech": """
+key, labels = "input_values", torch.where(torch.arange(9) < ids[:, :1] % 4 + 1, ids % 7 + 1, -100)
+ids = torch.randn(40, 320, generator=torch.Generator().manual_seed(2))
+made = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(
+    vocab_size=8, pad_token_id=0, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2, conv_dim=(8,), conv_kernel=(10,), conv_stride=(10,),
+    num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, hidden_dropout=0.0, layerdrop=0.0,
+    feat_proj_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, final_dropout=0.0,
+    apply_spec_augment=False, ctc_loss_reduction="mean"))
+""",
+    "pixels": """
+key, ids = "pixel_values", torch.randn(
+    40, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+labels = (ids[:, 0] > 1).long()
+labels[torch.arange(40) % 2 == 0, :12] = 255
+made = transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(
+    num_labels=3, num_encoder_blocks=1, depths=[1], sr_ratios=[1], hidden_sizes=[8],
+    patch_sizes=[3], strides=[4], num_attention_heads=[1], mlp_ratios=[2], decoder_hidden_size=8,
+    hidden_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0))
+made.decode_head.classifier.weight.data.mul_(50)
+made.decode_head.batch_norm = torch.nn.Identity()  # is one of parts of a batch
+""",
 }
+OF_A_MODEL["summed speech"] = OF_A_MODEL["speech"].replace('"mean"', '"sum"')
 SCRIPT = """
 import torch, transformers, elastic
-ids = torch.randint(32, (40, 9), generator=torch.Generator().manual_seed(1))
+key, ids = "input_ids", torch.randint(32, (40, 9), generator=torch.Generator().manual_seed(1))
 {model}
-rows = [{{"input_ids": row, "labels": label}} for row, label in zip(ids, labels)]
+rows = [{{key: row, "labels": label}} for row, label in zip(ids, labels)]
 args = transformers.TrainingArguments(**{arguments!r})
 trainer = transformers.Trainer(model=made, args=args, train_dataset=rows)
 """
@@ -239,6 +265,87 @@ def test_a_batch_without_a_label_adds_nothing() -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         assert all(g.isfinite().all() for g in gradients) and loss.isfinite()
         assert any(g.any() for g in gradients) == learned == bool(loss)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ({"labels": [{"boxes": torch.zeros(2, 4)}]}, "gives 'labels' as a list;"),  # of DETR
+        ({"pixel_values": torch.zeros(256, 4)}, "gives 256 rows of 'pixel_values';"),  # of Qwen-VL
+        ({"input_ids": torch.zeros(2, 9)}, "gives 2 rows of 'input_ids';"),
+        ({"labels": torch.tensor(3)}, "gives 'labels' as one number;"),
+        ({"return_loss": True, "text": None}, ""),  # of CLIP
+    ],
+)
+def test_a_collator_gives_one_row_of_each_key(made: dict[str, Any], said: str) -> None:
+    collator = SimpleNamespace(
+        data_collator=lambda rows: {"x": torch.stack(rows), **made},
+        _get_collator_with_removed_columns=lambda collator: collator,
+    )
+    rows = Collated([torch.arange(3)], collator)
+    with pytest.raises(SpecError, match=said) if said else nullcontext():
+        assert set(rows[0]) == {"x"} and rows.flags() == {"return_loss": True}
+
+
+def test_samples_of_which_the_model_gives_no_loss_are_refused_in_the_driver(tmp_path: Path) -> None:
+    text = SCRIPT.format(model=OF_A_MODEL["classes"], arguments=arguments(tmp_path))
+    text = text.replace(', "labels": label', "")
+    (tmp_path / "train.py").write_text(text + PREPARED.format(BATCH))
+    said = r"the model gives no loss \(logits\) of .* a sample \(input_ids\): give it the labels"
+    with pytest.raises(SpecError, match=said):
+        capture(tmp_path / "train.py", [], SEED)
+
+
+def test_what_a_collator_says_beside_its_tensors_is_given_to_the_model() -> None:
+    class Rows(Collated):
+        def flags(self) -> dict[str, bool]:
+            return {"return_loss": True}
+
+    def model(x: torch.Tensor, return_loss: bool = False) -> dict[str, torch.Tensor]:
+        return {"loss": x.mean()} if return_loss else {}
+
+    trainer = SimpleNamespace(model=small_llama(transformers.LlamaForCausalLM).model)
+    losses = Losses(trainer, {"dataset": Rows([], None)})
+    assert losses(model, {"x": torch.ones(3)}) == 3.0
+    with pytest.raises(ProgramError, match=r"the model gives no loss \(\) of"):
+        Losses(trainer)(model, {"x": torch.ones(3)})
+
+
+def test_other_keywords_of_the_loop_count_before_the_trainers(tmp_path: Path) -> None:
+    text = SCRIPT.format(model=OF_A_MODEL["classes"], arguments=arguments(tmp_path))
+    more = """
+class Seen:
+    n = 0
+    def state_dict(self):
+        return {"n": self.n}
+    def load_state_dict(self, state):
+        self.n = state["n"]
+
+trainer.eval_dataset = rows
+trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.create_optimizer(), 2)
+elastic.prepare_trainer(
+    trainer, global_batch=6, count=lambda batch: 5 * len(batch["labels"]), files=lambda: {"a": b"b"},
+    evaluate=lambda model, batch: {"loss": model(**batch)["loss"] * 2, "twos": 2 * len(batch["labels"])},
+    extra_state={"seen": Seen()},
+).train()
+"""
+    (tmp_path / "train.py").write_text(text + more)
+    program = capture(tmp_path / "train.py", [], SEED)
+    assert {"scheduler", "seen"} <= set(program.extra_state) and program.files is not None
+    assert program.files() == {"a": b"b"} and program.count is not None
+    batch = collate(program.dataset(), [0, 1])
+    assert program.count(batch) == 10 and program.evaluation is not None
+    assert program.evaluation(program.model(), batch)["twos"] == 4
+    own = SimpleNamespace(model=program.model(), model_accepts_loss_kwargs=False)
+    mean, said = Losses(own), Losses(own, {"count": program.count})
+    ratio = said(own.model, batch).detach() / mean(own.model, batch).detach()
+    assert float(ratio) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_what_is_the_trainers_is_given_to_the_trainer(made: Callable[..., Any], name: str) -> None:
+    with pytest.raises(SpecError, match=rf"\({name}=...\): it is the Trainer's; give it to"):
+        PreparedTrainer(made(), {name: None})
 
 
 def small_llama(kind: Any) -> Any:

@@ -227,3 +227,14 @@ def test_a_pair_counts_as_in_a_program(sample: Any, n: int) -> None:
     made = loop._program()
     batch = collate([made.dataset()[i] for i in range(3)])
     assert count_of(made, batch) == n
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_weight_is_refused_by_its_name(tmp_path: Path, kind: str) -> None:
+    """The tensors that are trained are others: it would never be called."""
+    with pytest.raises(SpecError) as refused:
+        captured(tmp_path, before=f"model[0].weight.{kind}(lambda g: g * 0)")
+    assert str(refused.value).endswith(
+        "elastic.loop: the weight 0.weight has a hook, which is lost where the model is cut: scale "
+        "the gradient in forward instead, or leave it out"
+    )

@@ -13,11 +13,18 @@ import pytest
 import torch
 from support.docs.pages import blocks
 from support.places import PROGRAMS
+from torch.distributed.tensor import DTensor
 
 from elastic.errors import ProgramError
+from elastic.ledger.journal import decode, encode
 from elastic.program import Program, load_program
+from elastic.types import Job, Layout
+from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.element_wise import what_they_keep
+from elastic.worker.program.loop_program import module_factory
 from elastic.worker.program.model_profile import trace
+from elastic.worker.program.optimizers import Optimizers
+from elastic.worker.state.train_state import TrainState
 
 BARE = load_program(PROGRAMS / "tiny_bare.py")
 SPECS = trace(BARE).specs
@@ -274,3 +281,69 @@ def test_state_that_begins_as_the_weights_do_is_made_by_its_owner(
 ) -> None:
     found = kept(kind)
     assert all(one.form for one in found) and all(copy in one.form for one in found)
+
+
+class Scaled(torch.optim.SGD):
+    """As modded-nanogpt has it: each parameter says by how much its steps are longer."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * p.lr_mul)
+        return None
+
+
+def marked() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for i, p in enumerate(model.parameters()):
+        p.lr_mul = 1.0 + i  # type: ignore[attr-defined]
+    model[0].bias._no_weight_decay = True
+    return model
+
+
+def by_mark(named: Any) -> torch.optim.Optimizer:
+    """As Mamba has it."""
+    decayed = [p for _, p in named if not getattr(p, "_no_weight_decay", False)]
+    spared = [p for _, p in named if getattr(p, "_no_weight_decay", False)]
+    return torch.optim.SGD([{"params": decayed}, {"params": spared, "weight_decay": 0.0}], lr=0.1)
+
+
+def test_what_a_model_sets_on_its_parameters_is_there_for_groups_and_steps() -> None:
+    program: Program = replace(BARE, model=marked, blocks="*", tp={}, init=None, weights=None)
+    scaled = replace(program, optimizer=lambda named: Scaled([p for _, p in named], lr=0.1))
+    specs = trace(scaled).specs
+    assert not any(one.form for one in what_they_keep(scaled, specs).optimizers)
+    tensors = {spec.fqn: torch.nn.Parameter(torch.ones(spec.shape)) for spec in specs}
+    made = Optimizers(scaled, specs, tensors)
+    for tensor in tensors.values():
+        tensor.grad = torch.ones_like(tensor)
+    made.step()
+    for i, tensor in enumerate(tensors.values()):
+        torch.testing.assert_close(tensor.detach(), torch.full_like(tensor, 0.9 - 0.1 * i))
+
+    groups = Optimizers(replace(program, optimizer=by_mark), specs, tensors).groups
+    assert [p is tensors["0.bias"] for p in groups[1]["params"]] == [True]
+    copied = module_factory(marked())()
+    assert [p.lr_mul for p in copied.parameters()] == [1.0, 2.0, 3.0, 4.0]  # type: ignore[attr-defined]
+    assert decode(encode(trace(scaled))).specs == specs, "the journal has them"
+
+
+def test_so_it_is_on_the_parts_that_fsdp_makes() -> None:
+    program: Program = replace(
+        BARE, model=marked, blocks="*", tp={}, init=None, weights=None,
+        optimizer=lambda named: Scaled([p for _, p in named], lr=0.1),
+    )  # fmt: skip
+    layout = Layout(dp_shard=2)
+    groups = Groups(0, layout, torch.device("cpu"))
+    try:
+        groups.pretend(0)
+        state = TrainState(
+            program, trace(program), groups, layout=layout, layers=(2,), rank=0, job=Job()
+        )
+        for parts in (state.model.parameters(), state.local.values()):
+            assert [part.lr_mul for part in parts] == [1.0, 2.0, 3.0, 4.0]  # type: ignore[attr-defined]
+        assert all(isinstance(part, DTensor) for part in state.model.parameters())
+    finally:
+        groups.close()

@@ -1,5 +1,6 @@
 """Does the body of a script's loop train on a few samples as on each of them alone? Its own lines
-are run: with all samples, with each, and with all once more.
+are run: with all samples, with each, and with all once more; with halves, too, where a sample alone
+has no finite loss.
 
 Nothing is updated in between: each step begins with the weights, the buffers, the extra state and
 the random numbers of the first. What the body finds in `.grad` is what all ranks have summed: that
@@ -48,7 +49,7 @@ MOST_CALLS = 8  # of run.backward in a step, behind which `.grad` is what all ra
 class _Step:
     """What came of one: `rows` of the samples, None = all."""
 
-    rows: int | None
+    rows: slice | None
     loss: float = 0.0
     count: int = 0
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -75,8 +76,8 @@ class BodyPasses:
         """`module`: that is trained, with the script's own weights."""
         self._program, self._module, self._batch, self.begun = program, module, batch, True
         self.n = len(next(iter(batch.values())))
-        order = [None, *range(self.n), None]
-        self._left: list[int | None] = [None, *order] if self.with_first else order
+        order = [None, *(slice(i, i + 1) for i in range(self.n)), None]
+        self._left: list[slice | None] = [None, *order] if self.with_first else order
         quiet(module)
         for norm in module.modules():  # statistics of a group of samples are those of a layout
             if isinstance(norm, _BatchNorm):
@@ -98,16 +99,18 @@ class BodyPasses:
 
     @property
     def here(self) -> Mapping[str, int]:
-        """A rank has all samples, or each has one."""
+        """A rank has all samples, or each has one (or a half)."""
         if self._now is None or self.with_first and len(self.steps) < 1:
             return NOT_THE_FIRST
-        return ON_SHAPES | dict.fromkeys(
-            ("world_size", "n_shares"), 1 if self._now.rows is None else self.n
-        )
+        rows = self._now.rows
+        n = 1 if rows is None else self.n // (rows.stop - rows.start)
+        return ON_SHAPES | {"world_size": n, "n_shares": n}
 
     def next(self) -> Batch | None:
         """The samples of the next step; None: there is none."""
         self._end()
+        if not self._left and self._alone_not_finite():
+            self._left = [slice(0, self.n // 2), slice(self.n // 2, self.n)]
         if not self._left:
             self.done = True
             return None
@@ -119,7 +122,7 @@ class BodyPasses:
         self._around.enter_context(Still())
         self._python = self._around.enter_context(python_random(0.999))
         self._around.enter_context(_Precision(self))
-        some = slice(None) if rows is None else slice(rows, rows + 1)
+        some = slice(None) if rows is None else rows
         return {key: x[some].clone() for key, x in self._batch.items()}
 
     def backward(self, call: Callable[[], None]) -> None:
@@ -166,10 +169,15 @@ class BodyPasses:
         state |= buffers_of(self._module)
         state |= {name: p.detach().clone() for name, p in self._module.named_parameters()}
         self._now.state = state
-        if self._now.rows:  # one is enough
+        if self._now.rows is not None and self._now.rows.start:  # one is enough
             self._now.state = {}
         self.steps.append(self._now)
         self._now = None
+
+    def _alone_not_finite(self) -> bool:
+        """Has a sample alone no finite loss, where all have one, and no half was tried yet?"""
+        whole, *rest = [math.isfinite(step.loss) for step in self.steps[self.with_first :]]
+        return whole and len(rest) == self.n + 1 and not all(rest)
 
     @torch.no_grad()
     def _restore(self) -> None:
@@ -211,7 +219,7 @@ class BodyPasses:
         size = max(abs(whole.loss), sum(map(abs, losses)))
         if not _alike(whole.loss, sum(losses), agrees, least=self._least(), size=size):
             more = "; what is added once for all samples (a penalty on weights): times their number"
-            told = unlike_each(whole.loss, losses, self._program.anyway)
+            told = unlike_each(whole.loss, losses, self._program.anyway, n=self.n)
             return f"{self.where}: in run.backward {told}{more}"
         least = self._least() / max(_largest([*self._weights.values()]), 1e-30)
         name, off = ("", 0.0) if self.low else _apart(whole, ones, least)
@@ -226,15 +234,21 @@ class BodyPasses:
     def note(self, why: str) -> str:
         """Why nothing can be told, '' = it can. `why`: the body was left there."""
         if self.done:
-            judged = self._judged()
-            numbers = [step.loss for step in judged]
-            if all(map(math.isfinite, numbers)):
-                said = self.drawn and (self.lost() or self.sees_others())
-                why = f"{self._draws()}, each rank its own" if said else ""
-            else:
-                step = next(step for step in judged if not math.isfinite(step.loss))
-                which = f"{self.n} samples" if step.rows is None else "a sample alone"
-                why = f"{self.where}: the loss of {which} is {step.loss}"
+            why, judged, steps = "", self._judged(), self.steps[self.with_first :]
+            broken = next((step for step in steps if not math.isfinite(step.loss)), None)
+            nothing = not any(map(_is_something, judged))
+            looks = self.drawn or broken or nothing
+            can = all(math.isfinite(step.loss) for step in judged)
+            if looks and can and (self.lost() or self.sees_others()):
+                why = f"{self._draws()}, each rank its own" if self.drawn else ""
+            elif broken is not None:
+                which = f"{self.n} samples" if broken.rows is None else "a sample alone"
+                why = f"{self.where}: the loss of {which} is {broken.loss}"
+            elif nothing:
+                why = (
+                    f"{self.where}: the loss of {self.n} samples is 0, with gradients of 0, and so "
+                    "is that of each alone"
+                )
         return why and not_known(why)
 
     def _draws(self) -> str:
@@ -242,7 +256,9 @@ class BodyPasses:
         return f"it draws by {', '.join(sorted(python))}" if python else draws_left()
 
     def _judged(self) -> Sequence[_Step]:
-        return self.steps[self.with_first :]
+        """That of all samples, of each (of halves, where there are any), of all once more."""
+        whole, *rest = self.steps[self.with_first :]
+        return [whole, *(rest[self.n + 1 :] or rest[: self.n]), rest[self.n]]
 
     def _least(self) -> float:
         return NOISE * max(1, self._judged()[0].count)
@@ -287,6 +303,10 @@ class _Precision(TorchDispatchMode):
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.detach() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def _is_something(step: _Step) -> bool:
+    return bool(step.loss or _largest([*step.gradients.values()]))
 
 
 def _near(one: Tensor, other: Tensor) -> bool:

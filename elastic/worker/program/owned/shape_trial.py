@@ -42,7 +42,7 @@ def owned_specs(
     known: dict[Any, OptimizerSpec] = {}
     found = {}
     for spec in mine:
-        key = (of[spec.fqn], spec.shape, spec.dtype, settings[spec.fqn])
+        key = (of[spec.fqn], spec.shape, spec.dtype, settings[spec.fqn], spec.attributes)
         if key not in known:
             known[key] = _tried(program, every, spec)
         found[spec.fqn] = known[key]
