@@ -16,7 +16,6 @@ from pathlib import Path
 __version__ = "0.1.0"
 PACKAGE = Path(__file__).resolve().parent  # the folder of this package
 COMPILED = "compiled"  # the kind of folder that torch.compile fills, see own_folder
-COMPILED = "compiled"  # see own_folder
 
 
 def python_path(*first: str) -> str:

@@ -42,7 +42,9 @@ SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500,
     "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 3,
 }  # fmt: skip
-WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **AT_START}
+WORKER_ENVIRONMENT = {  # all of its ranks are on this machine
+    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **AT_START,
+}  # fmt: skip
 REAPED_MOST_S, REAP_LOOK_S = 0.5, 0.01  # until a process that is gone is known to be
 LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 
