@@ -90,7 +90,7 @@ class LocalCluster:
         self._ended = False
         self._connected: ExitStack | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.cluster.local.supervisor"],
+            [sys.executable, "-P", "-m", "elastic.cluster.local.supervisor"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True,
             env=_environment(python_path),
         )  # fmt: skip
@@ -283,8 +283,8 @@ class _Nodes:
         self.answer(0, address=self.cluster.address, folder=folder)
 
     def _fork_server(self) -> dict[str, Any]:
-        """Starts it (-P: it imports nothing from the folder in which the user stands); what a node
-        gets to know of it. Nothing where there are GPUs: a fork beside CUDA was never tried."""
+        """Starts it; what a node gets to know of it. Nothing where there are GPUs: a fork beside
+        CUDA was never tried."""
         if visible_gpus():
             return {}
         subprocess.Popen(
