@@ -3,13 +3,18 @@ evaluation of policies."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from botocore.client import BaseClient
 from support.places import ROOT
+from support.storage.faulty_proxy import FaultyProxy, denied
+from support.waiting import until
 
+from elastic.ledger.lease import Lease, Times
 from elastic.storage.s3 import ACTIONS, S3Storage
 from elastic.types import Box, CopyRemoved, CopyStored, Layout, Plan, ShardStored, WorkerId
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
@@ -79,3 +84,20 @@ def test_a_driver_commits_removes_and_cleans_up(s3: S3Storage, asked: set[tuple[
     copies.clean()
     copies.close()
     assert ("s3:DeleteObject", "object") in asked and refused("head", asked) == []
+
+
+def test_where_nothing_may_be_removed_a_run_is_resumed_and_taken_over(
+    s3: S3Storage, proxy: FaultyProxy
+) -> None:
+    proxy.faults.append(denied("DELETE|POST.*delete", times=10_000))
+    quick = Times(renew_s=0.05, ttl_s=600.0)
+    for epoch in (1, 2, 3):
+        lease = Lease(s3, "r", quick)
+        until(lambda lease=lease: lease.sign.n >= 2, "signs of life")  # type: ignore[misc]
+        assert lease.epoch == epoch and lease.certain
+        lease.release()
+    assert len(s3.list("lease/")) > 6, "none was removed"
+    lease = Lease(s3, "r", quick)
+    other = replace(lease.sign, epoch=5, n=0, boot="other-boot", host="elsewhere")
+    s3.put(other.key, json.dumps(asdict(other)).encode())
+    until(lambda: lease.lost, "the sign of a newer epoch")

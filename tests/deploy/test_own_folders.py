@@ -105,9 +105,9 @@ def test_on_own_hosts_ray_is_not_started_in_what_another_user_has_made(
             assert (done.returncode, done.stderr) == (1, said)
 
 
-def laptop(folder: Path) -> subprocess.CompletedProcess[str]:
+def laptop(folder: Path, word: str = "start") -> subprocess.CompletedProcess[str]:
     script = str(ROOT / "deploy" / "laptop_cluster.sh")
-    return run("bash", script, "start", FOLDER=str(folder), RAY="true")
+    return run("bash", script, word, FOLDER=str(folder), RAY="true")
 
 
 def test_the_cluster_on_a_laptop_lies_in_a_folder_of_its_user(tmp_path: Path) -> None:
@@ -130,3 +130,21 @@ def test_the_cluster_on_a_laptop_is_not_started_in_what_another_user_has_made(
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "is there and not a folder of this user alone (mode 700); remove it" in done.stderr
     assert not (tmp_path / "own" / "cluster.yaml").exists()
+
+
+def test_the_end_of_the_cluster_on_a_laptop_removes_what_it_has_made_alone(tmp_path: Path) -> None:
+    there, mine = tmp_path / "laptop", tmp_path / "home"
+    mine.mkdir(mode=0o700)
+    for name in ("cluster.yaml", "ray", "thesis.tex"):
+        (mine / name).write_text("mine")
+    assert laptop(mine).returncode == 2 and "holds other files" in laptop(mine).stderr
+    assert laptop(mine, "stop").returncode == 0
+    assert sorted(path.read_text() for path in mine.iterdir()) == ["mine"] * 3
+    for kept in ([], ["notes"]):
+        assert laptop(there).returncode == 0
+        (there / "ray").mkdir()
+        for name in kept:
+            (there / name).touch()
+        done = laptop(there, "stop")
+        assert done.returncode == 0 and ("holds other files" in done.stderr) == bool(kept)
+        assert [path.name for path in there.glob("*")] == kept and there.exists() == bool(kept)
