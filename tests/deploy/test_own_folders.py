@@ -26,7 +26,8 @@ SOCKET_MOST = 107  # bytes of a socket's path
 def files(folder: Path) -> dict[str, Any]:
     """What the repository brings and what `elastic init` writes."""
     init(NewJob(str(folder / "job"), place="own-hosts", cluster=str(folder / "made.yaml")))
-    places = (ROOT / "cluster_configs" / "on_premises.yaml", folder / "made.yaml")
+    brought = (ROOT / "cluster_configs" / name for name in ("on_premises.yaml", "one_machine.yaml"))
+    places = (*brought, folder / "made.yaml")
     return {place.name: yaml.safe_load(place.read_text()) for place in places}
 
 
@@ -49,22 +50,26 @@ def make_another(there: Path, kind: str) -> None:
 KINDS = ["a link", "a folder of theirs"]
 
 
-@pytest.mark.parametrize("key", LISTS)
-@pytest.mark.parametrize("name", ["on_premises.yaml", "made.yaml"])
+def lists(data: dict[str, Any]) -> list[list[str]]:
+    """One machine has no workers' one."""
+    return [data[key] for key in LISTS if data[key]]
+
+
+@pytest.mark.parametrize("name", ["on_premises.yaml", "one_machine.yaml", "made.yaml"])
 def test_on_own_hosts_ray_is_started_in_a_folder_of_its_user(
-    tmp_path: Path, name: str, key: str
+    tmp_path: Path, name: str
 ) -> None:
-    first, folder, *_, start = files(tmp_path)[name][key]
-    assert first == "ray stop" and folder.startswith("cd /tmp && ")
-    assert "; export RAY_TMPDIR=/tmp/elastic-ray-$(id -u); " in start
-    assert " ray start " in start and " --temp-dir=$RAY_TMPDIR/ray" in start
+    for first, folder, *_, start in lists(files(tmp_path)[name]):
+        assert first == "ray stop" and folder.startswith("cd /tmp && ")
+        assert "; export RAY_TMPDIR=/tmp/elastic-ray-$(id -u); " in start
+        assert " ray start " in start and " --temp-dir=$RAY_TMPDIR/ray" in start
+        here = folder.replace("/tmp", str(tmp_path))
+        for mode in (None, 0o755, 0o700):  # not there or as it is, from elsewhere, from last time
+            if mode is not None:
+                (tmp_path / FOLDER).chmod(mode)
+            assert run("bash", "-c", f"({here})").returncode == 0
+            assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
     assert len(f"/tmp/elastic-ray-{2**32 - 1}/ray/{SESSION}") <= SOCKET_MOST
-    here = folder.replace("/tmp", str(tmp_path))
-    for mode in (None, 0o755, 0o700):  # not there, from elsewhere, from last time
-        if mode is not None:
-            (tmp_path / FOLDER).chmod(mode)
-        assert run("bash", "-c", f"({here})").returncode == 0
-        assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
 
 
 def test_a_driver_there_finds_the_cluster_of_its_user(
@@ -73,8 +78,8 @@ def test_a_driver_there_finds_the_cluster_of_its_user(
     """What a shell without it reads, /tmp/ray, is another user's."""
     (export,) = re.findall(r"`(export RAY_TMPDIR=[^`]*)`", PAGE)
     for data in files(tmp_path).values():
-        for key in LISTS:
-            assert f" {export};" in data[key][-1] and "--temp-dir=$RAY_TMPDIR/ray" in data[key][-1]
+        for *_, start in lists(data):
+            assert f" {export};" in start and "--temp-dir=$RAY_TMPDIR/ray" in start
     from ray._common.utils import get_ray_address_file
 
     for name in ("RAY_TMPDIR", "TMPDIR"):
@@ -99,8 +104,8 @@ def test_on_own_hosts_ray_is_not_started_in_what_another_user_has_made(
         pytest.skip("only root gives a folder to another user")
     make_another(tmp_path / FOLDER, kind)
     for data in files(tmp_path).values():
-        for key in LISTS:
-            done = run("bash", "-c", f"({data[key][1].replace('/tmp', str(tmp_path))})")
+        for _, folder, *_ in lists(data):
+            done = run("bash", "-c", f"({folder.replace('/tmp', str(tmp_path))})")
             said = f"{tmp_path / FOLDER} is not a folder of this user alone\n"
             assert (done.returncode, done.stderr) == (1, said)
 
