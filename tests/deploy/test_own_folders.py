@@ -56,9 +56,7 @@ def lists(data: dict[str, Any]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", ["on_premises.yaml", "one_machine.yaml", "made.yaml"])
-def test_on_own_hosts_ray_is_started_in_a_folder_of_its_user(
-    tmp_path: Path, name: str
-) -> None:
+def test_on_own_hosts_ray_is_started_in_a_folder_of_its_user(tmp_path: Path, name: str) -> None:
     for first, folder, *_, start in lists(files(tmp_path)[name]):
         assert first == "ray stop" and folder.startswith("cd /tmp && ")
         assert "; export RAY_TMPDIR=/tmp/elastic-ray-$(id -u); " in start

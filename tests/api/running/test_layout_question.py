@@ -200,9 +200,7 @@ def test_what_may_have_been_the_machine_is_not_kept(
     assert not list((tmp_path / "kept").glob("*.json"))
 
 
-def test_closing_it_early_leaves_nothing(
-    program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_it_early_leaves_nothing(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It imports what this process could."""
     monkeypatch.setattr(sys, "path", [*sys.path, "/called/in"])
     check = LayoutCheck(asked(program))

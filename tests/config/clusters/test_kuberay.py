@@ -201,7 +201,9 @@ def test_pods_that_no_network_policy_selects_are_warned_of(tmp_path: Path, other
     told = []
     for text in (CLUSTER, CLUSTER.replace("elastic-cluster: elastic", other, 1)):
         file.write_text(text)
-        told.append([line for line in api.check_cluster(file).lines() if "no network policy" in line])
+        told.append(
+            [line for line in api.check_cluster(file).lines() if "no network policy" in line]
+        )
     ok, (warning,) = told
     assert not ok and " warning: spec: its pods have no label elastic-cluster of one" in warning
 
