@@ -7,6 +7,7 @@ import errno
 import os
 import platform
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,14 +17,18 @@ from pathlib import Path
 __version__ = "0.1.0"
 PACKAGE = Path(__file__).resolve().parent  # the folder of this package
 COMPILED = "compiled"  # the kind of folder that torch.compile fills, see own_folder
-COMPILED = "compiled"  # see own_folder
 
 
 def python_path(*first: str) -> str:
-    """PYTHONPATH of a process that is to find this package, and what lies in the `first`
-    folders."""
+    """PYTHONPATH of a process that is to find this package, and what lies in the `first` folders.
+    With -P it imports nothing from the folder in which the user stands."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys(filter(None, (*first, str(PACKAGE.parent), *given))))
+
+
+def own_path() -> list[str]:
+    """The folders that this process imports from, for one that is to import the same."""
+    return [folder or os.getcwd() for folder in sys.path]
 
 
 def source_folder() -> str:

@@ -188,7 +188,10 @@ def _started(asked: NewJob) -> tuple[tuple[str, str], ...]:
     if asked.place == "kubernetes":
         token = f"kubectl get secret {name} -o jsonpath='{{.data.auth_token}}'"
         return (
-            (f"kubectl apply -f {file}", start),
+            (
+                f"kubectl apply -f {file}",
+                "its accounts first: start the cluster (docs/clusters.md)",
+            ),
             (f"kubectl port-forward svc/{name}-head-svc 8265 &", "the head's port, here"),
             (
                 f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$({token} | base64 -d)",

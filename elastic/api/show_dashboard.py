@@ -24,6 +24,7 @@ from elastic.observe.diagnosis.verdicts import RunVerdict
 from elastic.observe.trackers.tracker_process import NICE
 from elastic.storage import Storage, open_storage
 from elastic.types import Plan
+from elastic.version import python_path
 
 if TYPE_CHECKING:
     from elastic.observe.dashboard.dashboard_server import DashboardServer
@@ -116,13 +117,14 @@ class DashboardBeside:
 
     def __init__(self, run: RunFolder, say: Callable[[str], None]) -> None:
         self._say = say
-        words = [sys.executable, "-m", "elastic", "dashboard", run.uri, BESIDE]
+        words = [sys.executable, "-P", "-m", "elastic", "dashboard", run.uri, BESIDE]
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, "PYTHONPATH": python_path()},
             start_new_session=True,  # Ctrl-C is for the driver, which ends it at last
         )
         self._thread = threading.Thread(target=self._hear, name="elastic-dashboard", daemon=True)

@@ -40,7 +40,7 @@ _FORM = re.compile(
     r"|xox[a-z]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 # a quick look at many short texts
-_MAY_HOLD = re.compile(r"://|(?<![\w-])-|hf_|sk-|gh[a-z]_|github_|glpat|xox|eyJ")
+_MAY_HOLD = re.compile(r"://|[?&]|(?<![\w-])-|hf_|sk-|gh[a-z]_|github_|glpat|xox|eyJ")
 
 Mark = Callable[[str, str], str]  # name, secret -> what is written
 

@@ -31,6 +31,7 @@ from elastic.data.budget import Microbatch
 from elastic.data.sample_draws import SampleDraws
 from elastic.errors import ProgramError
 from elastic.types import Job
+from elastic.version import own_path
 
 GOODBYE_S = 2.0
 LOOK_S = 1.0
@@ -107,13 +108,13 @@ class Reader:
         self._pipe = ours
 
     def _started(self, pipe: Connection) -> ReaderProcess:
-        paths = [path for path in sys.path if path]
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join(own_path()),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        command = [sys.executable, "-m", "elastic.data.loader_processes", str(pipe.fileno())]
+        module = "elastic.data.loader_processes"
+        command = [sys.executable, "-P", "-m", module, str(pipe.fileno())]
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=(pipe.fileno(),), env=environment
         )

@@ -112,8 +112,9 @@ class Lease:
         if before is not None and max(older, default="") > before.key and not before.released:
             # it was heard again just now: it sees this epoch within its time to live
             time.sleep(before.ttl_s)
-        for key in older:
-            storage.delete(key)
+        with suppress(OSError):  # it only tidies up: the newest sign counts
+            for key in older:
+                storage.delete(key)
         self.storage = storage.hasty(times.ttl_s / 3)
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()

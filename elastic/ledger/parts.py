@@ -14,8 +14,9 @@ import logging
 import lzma
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from zlib import crc32
 
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 PREFIX = "journal-parts/"
 VERSION = 1
 PART_BYTES = 8 << 20  # of text: a resume reads and folds about so much
+UNPACKED_MOST_BYTES = 1 << 30  # of a part, which storage that was away has let grow
+DICTIONARY_MOST_BYTES = 128 << 20  # that its head may ask of whoever unpacks it; preset 6: 9 MB
+TOO_LARGE = f"it stands for more than {UNPACKED_MOST_BYTES >> 20} MiB"
 KEPT_STATES = 3
 _NAME = re.compile(re.escape(PREFIX) + r"(\d{8})-(\d{8})\.(xz|state)")
 # what differs between lines of one form
@@ -53,7 +57,10 @@ def pack(text: bytes, counted: dict[str, int] | None = None) -> bytes:
         body = text
     else:
         head["forms"], body = _columns(text)
-    return lzma.compress(json.dumps(head).encode() + _NEWLINE + body, preset=6)
+    whole = json.dumps(head).encode() + _NEWLINE + body
+    if max(len(text), len(whole)) > UNPACKED_MOST_BYTES:
+        raise ValueError(TOO_LARGE)  # its segments stay, and hold it
+    return lzma.compress(whole, preset=6)
 
 
 def _columns(text: bytes) -> tuple[list[tuple[int, int, bool]], bytes]:
@@ -88,7 +95,7 @@ def unpack(data: bytes) -> tuple[dict[str, int], bytes]:
     """`counted` and the text. Raises ValueError when it is not as it was packed, SpecError when a
     newer version packed it."""
     try:
-        line, _, body = lzma.decompress(data).partition(_NEWLINE)
+        line, _, body = _decompressed(data).partition(_NEWLINE)
         head = json.loads(line)
         if head["v"] > VERSION:
             raise SpecError(
@@ -111,11 +118,22 @@ def unpack(data: bytes) -> tuple[dict[str, int], bytes]:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
+def _decompressed(data: bytes) -> bytes:
+    """A few bytes may stand for any number. Raises LZMAError, ValueError."""
+    one = lzma.LZMADecompressor(lzma.FORMAT_XZ, DICTIONARY_MOST_BYTES)
+    text = one.decompress(data, UNPACKED_MOST_BYTES)
+    if one.unused_data:
+        raise ValueError("something stands behind it")
+    if not one.eof:
+        raise ValueError(TOO_LARGE if len(text) == UNPACKED_MOST_BYTES else "it ends too early")
+    return text
+
+
 def _joined(forms: list[tuple[int, int, bool]], rows: list[bytes]) -> bytes:
     at, found = 0, list[Iterator[bytes]]()
     for n_lines, n_values, sealed in forms:
         if (
-            not 0 <= n_lines <= len(rows)
+            not 0 < n_lines <= len(rows)
             or not 0 <= n_values <= len(rows)
             or at + n_lines * n_values >= len(rows)
         ):
@@ -123,14 +141,18 @@ def _joined(forms: list[tuple[int, int, bool]], rows: list[bytes]) -> bytes:
         form = rows[at].replace(b"%", b"%%").replace(_HOLE, b"%s")
         columns = [rows[at + 1 + k * n_lines : at + 1 + (k + 1) * n_lines] for k in range(n_values)]
         at += 1 + n_lines * n_values
-        found.append(
-            _lines(form, list(zip(*columns, strict=True)) if n_values else [()] * n_lines, sealed)
-        )
-    # a generator would hide the StopIteration
-    return b"".join([next(found[int(number)]) + _NEWLINE for number in rows[at:]])
+        values = zip(*columns, strict=True) if n_values else repeat((), n_lines)
+        found.append(_lines(form, values, sealed))
+    lines, n_bytes = list[bytes](), 0
+    for number in rows[at:]:
+        lines.append(next(found[int(number)]) + _NEWLINE)
+        n_bytes += len(lines[-1])
+        if n_bytes > UNPACKED_MOST_BYTES:
+            raise ValueError(TOO_LARGE)
+    return b"".join(lines)
 
 
-def _lines(form: bytes, values: list[tuple[bytes, ...]], sealed: bool) -> Iterator[bytes]:
+def _lines(form: bytes, values: Iterable[tuple[bytes, ...]], sealed: bool) -> Iterator[bytes]:
     for row in values:
         text = form % row
         yield text + SEALED.format(crc_of(text + b"}")).encode() if sealed else text

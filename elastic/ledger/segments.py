@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -457,8 +458,9 @@ class Segments:
                 sizes = [len(text) for text in texts]
             self._storage.put(span.key, self._packed(span, texts, sizes))
             self._kept[-FAN:] = [(span, last[0][1], last[-1][2])]
-            for kept, _, _ in last:
-                self._storage.delete(kept.key)
+            with suppress(OSError):  # the larger one counts: the next closed part removes them
+                for kept, _, _ in last:
+                    self._storage.delete(kept.key)
 
     def _packed(
         self, span: Span, texts: Sequence[bytes], sizes: Sequence[int] | None = None

@@ -19,7 +19,7 @@ from elastic.ledger import lease
 from elastic.ledger.run_folder import RunFolder
 from elastic.scenarios.limit import Failed, Limit
 from elastic.storage import Storage, open_storage
-from elastic.version import COMPILED, own_folder
+from elastic.version import COMPILED, own_folder, python_path
 
 CALM_STEPS = 8  # of a generation: a peer replica comes every 4, up to 3 more while it is on its way
 LOOK_S, GONE_S, TAIL = 0.1, 20.0, 1500
@@ -30,7 +30,7 @@ ALWAYS = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 def environment_of(more: Mapping[str, str]) -> dict[str, str]:
     """Of a process that is tried: this one's, without what says where runs take place."""
     inherited = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
-    return {**inherited, **ALWAYS, **more}
+    return {**inherited, "PYTHONPATH": python_path(), **ALWAYS, **more}
 
 
 def in_short(text: str) -> str:
@@ -161,7 +161,7 @@ class WatchedRun:
         out_log, err_log = stage.folder / "out.log", stage.folder / "err.log"
         with out_log.open("w") as out, err_log.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elastic.scenarios.run_process", *words],
+                [sys.executable, "-P", "-m", "elastic.scenarios.run_process", *words],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True,
                 env=self._environment(), start_new_session=True,
             )  # fmt: skip

@@ -65,6 +65,7 @@ def test_a_number_is_a_token_of_text_but_may_be_a_password() -> None:
         {"env": {"HF_TOKEN": SECRET}}, {"api_keys": [SECRET, SECRET]},
         {"credentials": {"user": SECRET}}, {"drill": [{"passwd": SECRET}]},
         {"data": {"train": {"jsonl": f"s3://me:{SECRET}@host/x"}}},
+        f"with url: /d/x?sv=1&sig={SECRET} (Caused by ...)", f"x?signature={SECRET}",
     ],
 )  # fmt: skip
 def test_secrets_are_masked_wherever_they_stand(value: Any) -> None:

@@ -250,7 +250,10 @@ def test_both_manifests_describe_the_same_cluster() -> None:
     assert job["shutdownAfterJobFinishes"] is True  # nothing is left to be paid
     policy = yaml.safe_load((DEPLOY / "kubernetes" / "network_policy.yaml").read_text())
     assert (policy["kind"], policy["spec"]["policyTypes"]) == ("NetworkPolicy", ["Ingress"])
-    accounts = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "accounts.yaml").read_text()))
+    text = (DEPLOY / "kubernetes" / "accounts.yaml").read_text()
+    for who in ("head", "worker"):  # old checkpoints are the driver's to remove
+        assert f"elastic-{who}" in text and f"deploy/iam/aws-{who}.json" in text
+    accounts = list(yaml.safe_load_all(text))
     names = {entry["metadata"]["name"] for entry in accounts if entry["kind"] == "ServiceAccount"}
     templates = [
         group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])

@@ -3,13 +3,24 @@ evaluation of policies."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from botocore.client import BaseClient
 from support.places import ROOT
+from support.storage.faulty_proxy import FaultyProxy, denied
+from support.waiting import until
 
+from elastic.cluster.ray_train.script_checkpoints import (
+    ReportedCheckpoints,
+    ReportedRetention,
+    key_in,
+)
+from elastic.ledger.lease import Lease, Times
 from elastic.storage.s3 import ACTIONS, S3Storage
 from elastic.types import Box, CopyRemoved, CopyStored, Layout, Plan, ShardStored, WorkerId
 from elastic.worker.checkpoint import checkpoint_index, checkpoint_writer
@@ -79,3 +90,39 @@ def test_a_driver_commits_removes_and_cleans_up(s3: S3Storage, asked: set[tuple[
     copies.clean()
     copies.close()
     assert ("s3:DeleteObject", "object") in asked and refused("head", asked) == []
+
+
+def test_where_nothing_may_be_removed_a_run_is_resumed_and_taken_over(
+    s3: S3Storage, proxy: FaultyProxy
+) -> None:
+    proxy.faults.append(denied("DELETE|POST.*delete", times=10_000))
+    quick = Times(renew_s=0.05, ttl_s=600.0)
+    for epoch in (1, 2, 3):
+        lease = Lease(s3, "r", quick)
+        until(lambda lease=lease: lease.sign.n >= 2, "signs of life")  # type: ignore[misc]
+        assert lease.epoch == epoch and lease.certain
+        lease.release()
+    assert len(s3.list("lease/")) > 6, "none was removed"
+    lease = Lease(s3, "r", quick)
+    other = replace(lease.sign, epoch=5, n=0, boot="other-boot", host="elsewhere")
+    s3.put(other.key, json.dumps(asdict(other)).encode())
+    until(lambda: lease.lost, "the sign of a newer epoch")
+
+
+def test_a_scripts_reported_checkpoints_are_removed_by_the_driver(
+    s3: S3Storage, proxy: FaultyProxy, asked: set[tuple[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "state").write_text("x")
+    stored = ReportedCheckpoints(s3)
+    proxy.faults.append(denied("DELETE|POST.*delete", times=10_000))  # to its workers
+    keys = [key_in(1, n, "epoch") for n in (1, 2, 3, 4)]
+    for key in keys[:3]:
+        stored.add(key, tmp_path)
+        stored.commit(key)
+    stored.add(keys[3], tmp_path)  # others of its ranks are at it
+    assert len(s3.list("reported/")) == 3 * 2 + 1
+    proxy.faults.clear()
+    ReportedRetention(s3).close()
+    left = {key.split("/")[1].removesuffix(".json") for key in s3.list("reported/")}
+    assert left == {key.split("/")[1] for key in keys[1:]}
+    assert refused("head", asked) == []

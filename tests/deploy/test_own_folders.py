@@ -26,7 +26,8 @@ SOCKET_MOST = 107  # bytes of a socket's path
 def files(folder: Path) -> dict[str, Any]:
     """What the repository brings and what `elastic init` writes."""
     init(NewJob(str(folder / "job"), place="own-hosts", cluster=str(folder / "made.yaml")))
-    places = (ROOT / "cluster_configs" / "on_premises.yaml", folder / "made.yaml")
+    brought = (ROOT / "cluster_configs" / name for name in ("on_premises.yaml", "one_machine.yaml"))
+    places = (*brought, folder / "made.yaml")
     return {place.name: yaml.safe_load(place.read_text()) for place in places}
 
 
@@ -49,22 +50,24 @@ def make_another(there: Path, kind: str) -> None:
 KINDS = ["a link", "a folder of theirs"]
 
 
-@pytest.mark.parametrize("key", LISTS)
-@pytest.mark.parametrize("name", ["on_premises.yaml", "made.yaml"])
-def test_on_own_hosts_ray_is_started_in_a_folder_of_its_user(
-    tmp_path: Path, name: str, key: str
-) -> None:
-    first, folder, *_, start = files(tmp_path)[name][key]
-    assert first == "ray stop" and folder.startswith("cd /tmp && ")
-    assert "; export RAY_TMPDIR=/tmp/elastic-ray-$(id -u); " in start
-    assert " ray start " in start and " --temp-dir=$RAY_TMPDIR/ray" in start
+def lists(data: dict[str, Any]) -> list[list[str]]:
+    """One machine has no workers' one."""
+    return [data[key] for key in LISTS if data[key]]
+
+
+@pytest.mark.parametrize("name", ["on_premises.yaml", "one_machine.yaml", "made.yaml"])
+def test_on_own_hosts_ray_is_started_in_a_folder_of_its_user(tmp_path: Path, name: str) -> None:
+    for first, folder, *_, start in lists(files(tmp_path)[name]):
+        assert first == "ray stop" and folder.startswith("cd /tmp && ")
+        assert "; export RAY_TMPDIR=/tmp/elastic-ray-$(id -u); " in start
+        assert " ray start " in start and " --temp-dir=$RAY_TMPDIR/ray" in start
+        here = folder.replace("/tmp", str(tmp_path))
+        for mode in (None, 0o755, 0o700):  # not there or as it is, from elsewhere, from last time
+            if mode is not None:
+                (tmp_path / FOLDER).chmod(mode)
+            assert run("bash", "-c", f"({here})").returncode == 0
+            assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
     assert len(f"/tmp/elastic-ray-{2**32 - 1}/ray/{SESSION}") <= SOCKET_MOST
-    here = folder.replace("/tmp", str(tmp_path))
-    for mode in (None, 0o755, 0o700):  # not there, from elsewhere, from last time
-        if mode is not None:
-            (tmp_path / FOLDER).chmod(mode)
-        assert run("bash", "-c", f"({here})").returncode == 0
-        assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
 
 
 def test_a_driver_there_finds_the_cluster_of_its_user(
@@ -73,8 +76,8 @@ def test_a_driver_there_finds_the_cluster_of_its_user(
     """What a shell without it reads, /tmp/ray, is another user's."""
     (export,) = re.findall(r"`(export RAY_TMPDIR=[^`]*)`", PAGE)
     for data in files(tmp_path).values():
-        for key in LISTS:
-            assert f" {export};" in data[key][-1] and "--temp-dir=$RAY_TMPDIR/ray" in data[key][-1]
+        for *_, start in lists(data):
+            assert f" {export};" in start and "--temp-dir=$RAY_TMPDIR/ray" in start
     from ray._common.utils import get_ray_address_file
 
     for name in ("RAY_TMPDIR", "TMPDIR"):
@@ -99,15 +102,15 @@ def test_on_own_hosts_ray_is_not_started_in_what_another_user_has_made(
         pytest.skip("only root gives a folder to another user")
     make_another(tmp_path / FOLDER, kind)
     for data in files(tmp_path).values():
-        for key in LISTS:
-            done = run("bash", "-c", f"({data[key][1].replace('/tmp', str(tmp_path))})")
+        for _, folder, *_ in lists(data):
+            done = run("bash", "-c", f"({folder.replace('/tmp', str(tmp_path))})")
             said = f"{tmp_path / FOLDER} is not a folder of this user alone\n"
             assert (done.returncode, done.stderr) == (1, said)
 
 
-def laptop(folder: Path) -> subprocess.CompletedProcess[str]:
+def laptop(folder: Path, word: str = "start") -> subprocess.CompletedProcess[str]:
     script = str(ROOT / "deploy" / "laptop_cluster.sh")
-    return run("bash", script, "start", FOLDER=str(folder), RAY="true")
+    return run("bash", script, word, FOLDER=str(folder), RAY="true")
 
 
 def test_the_cluster_on_a_laptop_lies_in_a_folder_of_its_user(tmp_path: Path) -> None:
@@ -130,3 +133,21 @@ def test_the_cluster_on_a_laptop_is_not_started_in_what_another_user_has_made(
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "is there and not a folder of this user alone (mode 700); remove it" in done.stderr
     assert not (tmp_path / "own" / "cluster.yaml").exists()
+
+
+def test_the_end_of_the_cluster_on_a_laptop_removes_what_it_has_made_alone(tmp_path: Path) -> None:
+    there, mine = tmp_path / "laptop", tmp_path / "home"
+    mine.mkdir(mode=0o700)
+    for name in ("cluster.yaml", "ray", "thesis.tex"):
+        (mine / name).write_text("mine")
+    assert laptop(mine).returncode == 2 and "holds other files" in laptop(mine).stderr
+    assert laptop(mine, "stop").returncode == 0
+    assert sorted(path.read_text() for path in mine.iterdir()) == ["mine"] * 3
+    for kept in ([], ["notes"]):
+        assert laptop(there).returncode == 0
+        (there / "ray").mkdir()
+        for name in kept:
+            (there / name).touch()
+        done = laptop(there, "stop")
+        assert done.returncode == 0 and ("holds other files" in done.stderr) == bool(kept)
+        assert [path.name for path in there.glob("*")] == kept and there.exists() == bool(kept)

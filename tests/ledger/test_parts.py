@@ -4,9 +4,12 @@ and resumed from a State."""
 from __future__ import annotations
 
 import errno
+import json
+import lzma
 import os
 import random
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,6 +312,55 @@ def test_a_part_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch) -
         data = pack(b"a\n")
     with pytest.raises(SpecError, match="version 2 is newer than 1"):
         unpack(data)
+
+
+def streamed(*pieces: bytes, times: int = 1) -> bytes:
+    one = lzma.LZMACompressor()
+    return b"".join([one.compress(piece) for piece in pieces * times]) + one.flush()
+
+
+def bombs() -> dict[str, bytes]:
+    """A few bytes for many: as compressed, and by lines that are one form, or by forms of none."""
+    head = {"v": 1, "n_bytes": 64 << 20, "crc": 0, "counted": {}}
+    one_form = json.dumps({**head, "forms": [[640, 0, False]]}).encode()
+    no_lines = json.dumps({**head, "forms": [[0, 500, False]] * 500}).encode()
+    return {
+        "zeros": streamed(bytes(1 << 20), times=64),
+        "one form": streamed(one_form + b"\n", b"x" * 100_000, b"\n0" * 640),
+        "no lines": streamed(no_lines + b"\n", b"x\n" * 1000),
+    }
+
+
+@pytest.mark.parametrize("kind", ["zeros", "one form", "no lines"])
+def test_a_part_that_stands_for_more_than_one_may_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    data, storage = bombs()[kind], LocalStorage(tmp_path)
+    assert len(data) < 1 << 16
+    monkeypatch.setattr(parts_of, "UNPACKED_MOST_BYTES", 1 << 20)
+    storage.put(parts_of.Name(0, 1).key("xz"), data)
+    parts = JournalParts.of(storage)
+    tracemalloc.start()
+    try:
+        with pytest.raises(JournalDamaged, match="stands for more|lines that are not there"):
+            parts.read(parts.names[0])
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_part_that_nobody_would_unpack_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is in the journal's segments still."""
+    monkeypatch.setattr(parts_of, "UNPACKED_MOST_BYTES", 1 << 10)
+    assert unpack(pack(b"a\n" * 100))[1] == b"a\n" * 100
+    with pytest.raises(ValueError, match="stands for more"):
+        pack(b"a\n" * 1000)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x"])
+def test_a_part_that_was_cut_or_added_to_is_none(change: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(ValueError, match="ends too early|stands behind"):
+        unpack(change(pack(b"a\n")))
 
 
 def test_an_old_journal_is_read_as_it_was(tmp_path: Path, recorded: Recorded) -> None:

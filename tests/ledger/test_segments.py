@@ -14,7 +14,14 @@ from ray._private.runtime_env import packaging
 from support.storage.remote_folder import Remote
 from support.waiting import until
 
-from elastic.errors import InternalError, JournalDamaged, LostContact, SpecError, StorageFailed
+from elastic.errors import (
+    InternalError,
+    JournalDamaged,
+    LostContact,
+    SpecError,
+    StorageFailed,
+    StorageRefused,
+)
 from elastic.ledger import segments
 from elastic.ledger.journal import Journal, Line
 from elastic.ledger.run_folder import RunFolder, key_of
@@ -184,6 +191,26 @@ def test_many_segments_become_few_objects(
     assert of(machine(storage, tmp_path, "c").lines()) == [*(f"g{i}" for i in range(n)), "g200"]
     journal.close()
     new.close()
+
+
+def test_a_merge_whose_parts_may_not_be_removed_is_no_trouble(
+    storage: Remote,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refused(key: str) -> None:
+        raise StorageRefused(f"{key}: DeleteObject was refused (AccessDenied)")
+
+    monkeypatch.setattr(segments, "FAN", 3)
+    monkeypatch.setattr(storage, "delete", refused)
+    journal = open_at(machine(storage, tmp_path, "a"), 1)
+    for generation in range(9):
+        journal.append(generation, [], plan(generation))
+    until(lambda: len(storage.list(PREFIX)) == 9 + 3 + 1, "the segments, and merged ones")
+    assert of(machine(storage, tmp_path, "b").lines()) == [f"g{i}" for i in range(9)]
+    journal.close()
+    assert "no journal can be stored" not in caplog.text
 
 
 def base_3(n: int) -> str:

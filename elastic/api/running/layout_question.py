@@ -28,7 +28,7 @@ from elastic.program import Program
 from elastic.types import Job, ModelProfile, Pool
 from elastic.types.grid import axes_of
 from elastic.types.typed_job import Axis
-from elastic.version import python_path, user_cache, version_of
+from elastic.version import own_path, python_path, user_cache, version_of
 
 if TYPE_CHECKING:
     from elastic.worker.equivalence.layout_check import Verdict
@@ -135,7 +135,7 @@ class LayoutCheck:
         own = {
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": python_path(asked["job"].folder),
+            "PYTHONPATH": python_path(asked["job"].folder, *own_path()),
         }
         environment = {**os.environ, **own}
         command = ["elastic.worker.equivalence.layout_check"]
@@ -144,7 +144,7 @@ class LayoutCheck:
             command = ["elastic.cluster.workers.train_function", str(here / "function")]
         with open(here / "asked") as question, open(here / "said", "w") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *command, str(here / "found")], stdin=question,
+                [sys.executable, "-P", "-m", *command, str(here / "found")], stdin=question,
                 stdout=said, stderr=said, env=environment, start_new_session=True,
             )  # fmt: skip
 

@@ -128,6 +128,12 @@ class _ScriptRun(JobRun):
             supervised=self.options.started_again, **GATES,
         )  # fmt: skip
 
+    def _watch(self, stack: ExitStack, pages: ExitStack) -> None:
+        from elastic.cluster.ray_train.script_checkpoints import ReportedRetention
+
+        stack.callback(ReportedRetention(self.storage).close)
+        super()._watch(stack, pages)
+
     def _shown(self) -> Callable[[str], None] | None:
         """A bar is drawn many times a second."""
         from elastic.cluster.ray_train.script_output import StepReader

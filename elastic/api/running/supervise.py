@@ -8,6 +8,7 @@ its input is wrong.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -80,8 +81,9 @@ def command_of(argv: Sequence[str], again: bool = False) -> list[str]:
     """The same command as one that is supervised. The word stands before a script's own arguments.
     `again`: not the start that was typed, but one after it."""
     at = argv.index("--supervise")
+    way = "-m" if os.getcwd() == sys.path[0] else "-Pm"  # may it import from where the user stands?
     words = ["--supervised", *(["--started-again"] if again else [])]
-    return [sys.executable, "-m", "elastic", *argv[:at], *words, *argv[at + 1 :]]
+    return [sys.executable, way, "elastic", *argv[:at], *words, *argv[at + 1 :]]
 
 
 def _how(code: int) -> str:

@@ -14,6 +14,7 @@ from elastic.certify.harness.place import Place
 from elastic.cluster.ray.processes import free_port
 from elastic.scenarios.limit import Failed, Limit
 from elastic.scenarios.watched_run import TAIL, last_json
+from elastic.version import python_path
 from elastic.worker.process.environment import die_with_parent
 
 BARE_TORCH = "elastic.certify.reference.bare_torch"
@@ -45,9 +46,10 @@ def run(
                 there = _rank(rank, len(environments), "127.0.0.1", port=port)
                 ranks.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", *module], stdin=subprocess.DEVNULL, stdout=out,
-                        stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1",
-                        **environment, **there}, start_new_session=True, preexec_fn=die_with_parent,
+                        [sys.executable, "-P", "-m", *module], stdin=subprocess.DEVNULL,
+                        stdout=out, stderr=subprocess.STDOUT, env={**os.environ,
+                        "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **environment,
+                        **there}, start_new_session=True, preexec_fn=die_with_parent,
                     )
                 )  # fmt: skip
             _wait(ranks, limit, " ".join(module), most_s=most_s)

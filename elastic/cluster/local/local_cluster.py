@@ -42,7 +42,9 @@ SYSTEM_CONFIG = {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 500,
     "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 3,
 }  # fmt: skip
-WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **AT_START}
+WORKER_ENVIRONMENT = {  # all of its ranks are on this machine
+    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **AT_START,
+}  # fmt: skip
 REAPED_MOST_S, REAP_LOOK_S = 0.5, 0.01  # until a process that is gone is known to be
 LOG_TAIL = 2000  # bytes of the cluster process's log that go into an error
 
@@ -88,7 +90,7 @@ class LocalCluster:
         self._ended = False
         self._connected: ExitStack | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.cluster.local.supervisor"],
+            [sys.executable, "-P", "-m", "elastic.cluster.local.supervisor"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True,
             env=_environment(python_path),
         )  # fmt: skip
@@ -281,8 +283,8 @@ class _Nodes:
         self.answer(0, address=self.cluster.address, folder=folder)
 
     def _fork_server(self) -> dict[str, Any]:
-        """Starts it (-P: it imports nothing from the folder in which the user stands); what a node
-        gets to know of it. Nothing where there are GPUs: a fork beside CUDA was never tried."""
+        """Starts it; what a node gets to know of it. Nothing where there are GPUs: a fork beside
+        CUDA was never tried."""
         if visible_gpus():
             return {}
         subprocess.Popen(

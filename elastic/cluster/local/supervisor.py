@@ -35,8 +35,9 @@ def main() -> None:
     processes.adopt_orphans()
     folder = new_folder()
     cluster_token.write(folder)
+    module = "elastic.cluster.local.local_cluster"
     cluster = subprocess.Popen(
-        [sys.executable, "-m", "elastic.cluster.local.local_cluster", folder, str(os.getpid())],
+        [sys.executable, "-P", "-m", module, folder, str(os.getpid())],
         env={**os.environ, **cluster_token.environment(folder)},
     )
     try:

@@ -289,7 +289,7 @@ class RankProcess:
             if self._asked:
                 raise Left
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "elastic.cluster.ray_train.script_child", file,
+                [sys.executable, "-P", "-m", "elastic.cluster.ray_train.script_child", file,
                 *self.job.args], cwd=cwd, env=environment, stdin=subprocess.DEVNULL,
                 pass_fds=[one.fileno() for one in theirs], stdout=subprocess.PIPE,
                 # one pipe: what a line says may follow from the one before on the other stream

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,11 +24,15 @@ from elastic.cluster.workers.output import make_folder
 from elastic.ledger.run_folder import OF_NODE, key_of
 from elastic.storage import LocalStorage, Storage
 from elastic.version import check_own
+from elastic.worker.hosting.thread_boundary import ThreadBoundary
+
+log = logging.getLogger(__name__)
 
 REPORTED, MARKER = "reported", ".json"
 KEPT = 2  # the newest whole ones
 HELD = "held"  # locked by each process that may read the copies beside it
 PIECE_BYTES = 64 << 20  # that are copied at once
+EVERY_S, CLOSE_MOST_S = 30.0, 10.0  # the driver's looks for older ones; its last one
 
 
 def key_in(generation: int, report: int, folder: str) -> str:
@@ -125,16 +131,18 @@ class ReportedCheckpoints:
         """All ranks have added their files: it is whole, and older ones are removed."""
         name, folder = _name(key), key.rpartition("/")[2]
         self.storage.put(f"{REPORTED}/{name}{MARKER}", json.dumps({"folder": folder}).encode())
-        self.remove_older(name)
+        with suppress(OSError):  # the driver does, where the role of workers may not
+            self.remove_older(name)
 
-    def remove_older(self, name: str) -> None:
-        """All before this one but the newest whole ones: groups that were killed leave parts."""
-        with suppress(OSError):  # the next one removes them
-            keys = self.storage.list(f"{REPORTED}/")
-            for old in sorted({_name(one) for one in keys}.difference(_whole(keys)[-KEPT:])):
-                if old < name:
-                    self.storage.delete(f"{REPORTED}/{old}{MARKER}")
-                    self.storage.delete_folder(f"{REPORTED}/{old}")
+    def remove_older(self, name: str = "") -> None:
+        """All before this one, or the newest whole one, but the newest whole ones: groups that were
+        killed leave parts. Raises OSError."""
+        keys = self.storage.list(f"{REPORTED}/")
+        kept = _whole(keys)[-KEPT:]
+        for old in sorted({_name(one) for one in keys}.difference(kept)):
+            if old < (name or max(kept, default="")):
+                self.storage.delete(f"{REPORTED}/{old}{MARKER}")
+                self.storage.delete_folder(f"{REPORTED}/{old}")
 
     def local(self, key: str, copies: Path) -> Path:
         """A folder of this node that has its files: the stored one itself, or a copy below
@@ -162,6 +170,26 @@ class ReportedCheckpoints:
             with path.open("wb") as file:
                 for at in range(0, n_bytes, PIECE_BYTES):
                     file.write(self.storage.read(stored, at, min(PIECE_BYTES, n_bytes - at)))
+
+
+class ReportedRetention:
+    """The driver's part, beside the run: its role may remove what that of workers need not."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._stored, self._done = ReportedCheckpoints(storage), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reported", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Once more at the end, as long as that does not take long."""
+        self._done.set()
+        self._thread.join(CLOSE_MOST_S)
+
+    def _run(self) -> None:
+        boundary = ThreadBoundary(log, "older reported checkpoints are not removed")
+        while not self._done.wait(EVERY_S):
+            boundary.holds(self._stored.remove_older)
+        boundary.holds(self._stored.remove_older)
 
 
 def _name(key: str) -> str:

@@ -48,7 +48,8 @@ def main() -> None:
     told = json.loads(text)
     ask = asker(socket.socket(fileno=told["socket"]))
     become_train_worker(ScriptTrainWorker(ask, told))
-    sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.abspath(script))
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         runpy.run_path(script, run_name="__main__")
     except StorageFailed as error:

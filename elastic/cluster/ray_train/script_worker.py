@@ -62,7 +62,8 @@ class ScriptTrainWorker:
         folder, delete = more.pop("checkpoint_dir_name", None), self._taken(more)
         self._n_reports += 1
         if self._ranks["world_rank"] == 0 and not self._has_reported:  # all others wait for it
-            self._stored.remove_older(f"{self._generation:08d}")
+            with suppress(OSError):
+                self._stored.remove_older(f"{self._generation:08d}")
         self._has_reported = True
         folder = folder or f"checkpoint_{self._n_reports:06d}"
         folder, n_given = self._agreed(REPORT, said=folder, given=checkpoint is not None)

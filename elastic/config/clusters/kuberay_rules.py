@@ -15,6 +15,7 @@ NOTICE_S = 30  # that a pod has to leave; the shortest of the clouds' notices
 GRACE_S = 30  # Kubernetes' default
 HOOK = re.compile(r"pre_stop\.sh\W*(\d*)")
 HOOK_S = 110  # that deploy/kubernetes/pre_stop.sh waits where nobody says how long
+LABEL = "elastic-cluster"  # what deploy/kubernetes/network_policy.yaml selects by
 SLEEP = re.compile(r"\bsleep\W+(\d+)")
 
 
@@ -64,6 +65,19 @@ def head(spec: ClusterSpec) -> Iterator[Problem]:
         yield found.problem(
             "template", "spec", "nodeSelector", what=what, right=right, warning=True
         )
+
+
+def network(spec: ClusterSpec) -> Iterator[Problem]:
+    """gloo, NCCL and torch's store take whoever reaches their ports."""
+    values = set()
+    for entry in spec.node_types:
+        metadata = mapping(mapping(entry.node_config.get("template")).get("metadata"))
+        values.add(str(mapping(metadata.get("labels")).get(LABEL, "")))
+    if len(values) > 1 or "" in values:
+        what = f"its pods have no label {LABEL} of one value: no network policy selects them by it"
+        right = f"template.metadata.labels: {{{LABEL}: NAME}} on head and workers, and "
+        right += "deploy/kubernetes/network_policy.yaml with that name"
+        yield Problem(cluster_of(spec)[0], what, right, True)
 
 
 def pods(spec: ClusterSpec) -> Iterator[Problem]:
@@ -133,4 +147,4 @@ def replicas(spec: ClusterSpec) -> Iterator[Problem]:
             yield worker.problem("maxReplicas", what=what, right=right, warning=True)
 
 
-RULES = (schema, authentication, autoscaler, head, replicas, pods)
+RULES = (schema, authentication, autoscaler, head, replicas, network, pods)

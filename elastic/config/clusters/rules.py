@@ -273,10 +273,16 @@ def _orphans(spec: ClusterSpec) -> Iterator[Problem]:
 
 
 def _own_hosts(spec: ClusterSpec) -> Iterator[Problem]:
-    key = "worker_start_ray_commands"
+    if spec.provider != "local":
+        return
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        text = " ".join(_command_list(spec.data, key))
+        if "ray start" in text and "--temp-dir" not in text:
+            what = "Ray opens its folder, /tmp/ray, to every user of the host (mode 0777)"
+            right = "ray start --temp-dir=... within a folder of mode 0700, as on_premises.yaml has"
+            yield Problem((key,), what, right, True)
     commands = " ".join(_command_list(spec.data, key))
-    by_script = END_SCRIPT in commands and not azure_rules.OWN_END.search(commands)
-    if spec.provider == "local" and by_script:
+    if END_SCRIPT in commands and not azure_rules.OWN_END.search(commands):
         what = "hosts of your own switch themselves off once the cluster is gone"
         right = f'END="$HOME/venv/bin/ray stop --force" in front of {END_SCRIPT}.sh'
         yield Problem((key,), what, right)

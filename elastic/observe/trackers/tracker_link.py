@@ -122,7 +122,7 @@ class TrackerLink:
         self._output.parent.mkdir(parents=True, exist_ok=True)
         with self._output.open("a") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, self._library, str(self._mark)],
+                [sys.executable, "-P", "-m", MODULE, self._library, str(self._mark)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
                 env={**os.environ, "PYTHONPATH": python_path()},
                 start_new_session=True,  # Ctrl-C is the driver's

@@ -137,7 +137,7 @@ def _started(folder: Path, rank: int) -> subprocess.Popen[bytes]:
     environment["PYTHONPATH"] = python_path()
     with (folder / f"log-{rank}").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", measure_process.__name__, str(folder), str(rank)],
+            [sys.executable, "-P", "-m", measure_process.__name__, str(folder), str(rank)],
             stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
         )  # fmt: skip
 

@@ -43,7 +43,7 @@ class ToldBeside(HeardLines):
             read=lambda: RunFolder.of(open_storage(run_uri)).lines(),
         )  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
+            [sys.executable, "-P", "-m", MODULE],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": python_path()},
             start_new_session=True,  # signals to the ranks are not for it

@@ -200,7 +200,9 @@ def test_what_may_have_been_the_machine_is_not_kept(
     assert not list((tmp_path / "kept").glob("*.json"))
 
 
-def test_closing_it_early_leaves_nothing(program: Path) -> None:
+def test_closing_it_early_leaves_nothing(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports what this process could."""
+    monkeypatch.setattr(sys, "path", [*sys.path, "/called/in"])
     check = LayoutCheck(asked(program))
     assert check._process is not None and check._folder is not None
     pid, folder = check._process.pid, Path(check._folder.name)
@@ -208,6 +210,8 @@ def test_closing_it_early_leaves_nothing(program: Path) -> None:
         lambda: "elastic.worker.equivalence.layout_check" in psutil.Process(pid).cmdline(),
         "the process that compares",
     )
+    folders = psutil.Process(pid).environ()["PYTHONPATH"].split(":")
+    assert folders[0] == str(program.parent) and folders[-1] == "/called/in"
     check.close()
     assert not psutil.pid_exists(pid) and not folder.exists()
     check.close()

@@ -122,10 +122,15 @@ def test_asked_between_two_starts_it_ends_at_once(tmp_path: Path) -> None:
     assert starts.read_text() == "x"
 
 
-def test_the_command_is_the_same_but_for_the_word() -> None:
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_command_is_the_same_but_for_the_word(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`elastic` imports nothing from where the user stands, `python -m elastic` does."""
+    monkeypatch.setattr(sys, "path", [str(Path("bin").absolute() if installed else Path.cwd())])
     words = ["run", "--script", "a.py", "--supervise", "--run-name", "x", "--", "--supervise"]
     assert command_of(words) == [
-        sys.executable, "-m", "elastic", "run", "--script", "a.py", "--supervised", "--run-name",
+        sys.executable, "-Pm" if installed else "-m", "elastic", "run", "--script", "a.py", "--supervised", "--run-name",
         "x", "--", "--supervise",
     ]  # fmt: skip
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.child import child
 from support.cluster.stage import wait_gone
+from support.shadowing_modules import make_modules
 from support.waiting import until
 
 from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder
@@ -70,6 +71,16 @@ def test_no_end_leaves_anything(end: Callable[[LocalCluster], None]) -> None:
         until(lambda: cluster.ended, "the end of the cluster")
         with pytest.raises(InternalError, match="has ended"):
             cluster.add(NodeOrder("c", 1)).result(60)
+
+
+def test_it_imports_nothing_from_where_the_user_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = make_modules(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with LocalCluster() as cluster:
+        assert cluster.add(NodeOrder("a", 1)).result(180)["ray_id"]
+    assert not imported.exists()
 
 
 def test_killing_a_node_ends_all_its_processes_and_no_others() -> None:

@@ -1,4 +1,4 @@
-"""Which GPUs of a machine the embedded cluster hands out."""
+"""Which GPUs of a machine the embedded cluster hands out, and by which interface those speak."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cluster.local.local_cluster import visible_gpus
+from elastic.cluster.local.local_cluster import _environment, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,15 @@ def test_those_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
     assert visible_gpus(tmp_path) == ("0", "1", "2")
+
+
+def test_its_workers_stay_on_loopback_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL would listen on the first other interface."""
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert [_environment([])[name] for name in names] == ["lo", "lo"]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine0")
+    assert [_environment([])[name] for name in names] == ["mine0", "lo"]

@@ -220,3 +220,15 @@ def test_own_hosts_are_not_switched_off(tmp_path: Path) -> None:
     assert end in hosts
     file.write_text(hosts)
     assert not any("hosts of your own switch" in x for x in api.check_cluster(file).lines())
+
+
+@pytest.mark.parametrize("name", ["on_premises", "one_machine"])
+def test_other_users_of_own_hosts_are_kept_out_of_rays_folder(tmp_path: Path, name: str) -> None:
+    text = (ROOT / "cluster_configs" / f"{name}.yaml").read_text()
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    assert not any("opens its folder" in x for x in api.check_cluster(file).lines())
+    file.write_text(text.replace("--temp-dir=$RAY_TMPDIR/ray", ""))
+    found = [x for x in api.check_cluster(file).lines() if "opens its folder, /tmp/ray" in x]
+    assert len(found) == text.count("ray start -") > 0
+    assert all("warning: " in x and "_start_ray_commands: " in x for x in found)

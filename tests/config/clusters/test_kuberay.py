@@ -175,6 +175,39 @@ def test_the_head_is_on_demand_and_not_evicted_and_workers_have_their_notice(
     assert all(not annotations(worker.node_config) for worker in spec.workers)
 
 
+def test_the_network_policy_and_the_accounts_fit_what_init_writes(tmp_path: Path) -> None:
+    """With the cluster's name in the policy, as the file says."""
+    file = tmp_path / "own.yaml"
+    asked = ["init", str(tmp_path / "first"), "--on", "kubernetes", "--cluster", str(file)]
+    assert main(asked) == 0
+    text = file.read_text()
+    assert "with first for both values of elastic-cluster" in text
+    policy = (ROOT / "deploy" / "kubernetes" / "network_policy.yaml").read_text()
+    assert policy.count("{elastic-cluster: elastic}") == 2
+    made = yaml.safe_load(policy.replace("elastic-cluster: elastic", "elastic-cluster: first"))
+    accounts = (ROOT / "deploy" / "kubernetes" / "accounts.yaml").read_text()
+    spec = yaml.safe_load(text)["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        labels = group["template"]["metadata"]["labels"]
+        assert labels == made["spec"]["podSelector"]["matchLabels"]
+        who = "head" if "groupName" not in group else "worker"
+        assert group["template"]["spec"]["serviceAccountName"] == f"elastic-{who}"
+        assert f"metadata: {{name: elastic-{who}}}" in accounts
+
+
+@pytest.mark.parametrize("other", ["", "elastic-cluster: other", "elastic-cluster: [a]"])
+def test_pods_that_no_network_policy_selects_are_warned_of(tmp_path: Path, other: str) -> None:
+    file = tmp_path / "manifest.yaml"
+    told = []
+    for text in (CLUSTER, CLUSTER.replace("elastic-cluster: elastic", other, 1)):
+        file.write_text(text)
+        told.append(
+            [line for line in api.check_cluster(file).lines() if "no network policy" in line]
+        )
+    ok, (warning,) = told
+    assert not ok and " warning: spec: its pods have no label elastic-cluster of one" in warning
+
+
 def test_a_crd_is_condensed_to_what_is_checked(tmp_path: Path) -> None:
     """Parts that stand in several places stand once; a key with a default need not be there."""
     words = {word * 9: {"type": "string"} for word in "abcdef"}

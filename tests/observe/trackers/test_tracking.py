@@ -18,6 +18,7 @@ import pytest
 from support.observe.read_trackers import WHERE, needed, read_back
 from support.observe.small_run import lines
 from support.places import ROOT
+from support.shadowing_modules import make_modules
 from support.waiting import WITHIN_S, until
 
 from elastic.config.job import JobSpec, job_of
@@ -224,6 +225,24 @@ def test_a_tracker_that_dies_is_started_again_and_told_the_rest(
     link.close(time.monotonic() + WITHIN_S)
     told = [int(line) for line in (tmp_path / "mark.told").read_text().split()]
     assert told == list(range(1, 21))
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return make_modules(tmp_path)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("link", ["well"], indirect=True)
+def test_its_process_imports_nothing_from_where_the_user_stands(
+    imported: Path, link: TrackerLink, tmp_path: Path
+) -> None:
+    link.put(TrackerPoint(1, 1.0, {"a": 1.0}))
+    link.end("succeeded")
+    link.close(time.monotonic() + WITHIN_S)
+    assert (tmp_path / "mark.told").read_text() == "1\n", (tmp_path / "out.log").read_text()
+    assert not imported.exists()
 
 
 def test_one_that_does_not_keep_up_has_the_rest_from_the_next_driver(

@@ -1,5 +1,5 @@
 """A tracker's process that is unwell: `hangs` when it is asked to open, `hangs-full` behind that,
-`dies` at once, `dies-later` after each few points."""
+`dies` at once, `dies-later` after each few points. By any other name it is well."""
 
 import os
 import sys
