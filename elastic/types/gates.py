@@ -151,6 +151,9 @@ class Gates:
     # a node that is short of memory more than three times in a row is left, however long each
     # attempt takes, else only where that happens within an hour
     counts_short: bool = False
+    # nodes that start for a request that has failed count as coming until what buys them says that
+    # they do not join, else they are forgotten, and asked for a second time
+    expects_started: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

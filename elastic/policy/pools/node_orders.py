@@ -239,10 +239,13 @@ class _Book:
         self.beside = beside
 
     def withdraw(self, request: Request) -> None:
-        """A request that nobody answers is taken back: the pool counts as one that said no."""
+        """A request that nobody answers is taken back: the pool counts as one that said no. What
+        starts for one that has failed is counted no more then, and used where it joins."""
         at_s = pool_allocation.withdrawn_at_s(self.state, request)
         if self.now_s < at_s:
             self.wakes.append(at_s)
+            return
+        if request.failed:
             return
         self.actions.append(RequestNodes(request.pool, 0, request.request_id))
         self.closed.add(request.pool)

@@ -311,7 +311,7 @@ def _progress(state: State, event: Progress, at_s: float) -> State:
 
 
 def _request_failed(state: State, event: RequestFailed, at_s: float) -> State:
-    return hazard.refused(state, event.pool, event.request_id, reason=event.reason, at_s=at_s)
+    return hazard.refused(state, event, at_s=at_s)
 
 
 def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:

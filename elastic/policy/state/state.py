@@ -46,12 +46,13 @@ ENDED: tuple[Phase, ...] = ("succeeded", "failed", "stopped")
 
 @dataclass(frozen=True)
 class Request:
-    """Nodes that were asked for and have not come yet."""
+    """Nodes that were asked for and have not come yet. `failed`: no others of it will."""
 
     request_id: str
     pool: str
     count: int
     at_s: float
+    failed: bool = False
 
 
 @dataclass(frozen=True)
