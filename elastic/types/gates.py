@@ -154,6 +154,9 @@ class Gates:
     # nodes that start for a request that has failed count as coming until what buys them says that
     # they do not join, else they are forgotten, and asked for a second time
     expects_started: bool = False
+    # a driver that begins where another has ended knows what steps took also where prices have
+    # changed since the first one, else only where none has
+    keeps_measured: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))
