@@ -343,14 +343,13 @@ def short_of_memory(state: State, node: Node, reason: str, *, at_s: float) -> St
 def _with_failure(state: State, name: str, at_s: float, *, counts: bool = True) -> State:
     """A process of the node has failed, which is then no longer being prepared. All workers of a
     node may go at once."""
-    hour = tuple(t for t in state.process_failures.get(name, ()) if t > at_s - 3600)
+    known = state.process_failures
+    lately = {other: times for other, times in known.items() if times[-1:] > (at_s - 3600,)}
+    hour = tuple(t for t in known.get(name, ()) if t > at_s - 3600)
     again = bool(hour) and at_s < hour[-1] + ONE_INCIDENT_S
     return replace(
         state,
-        process_failures={
-            **state.process_failures,
-            name: hour if again or not counts else (*hour, at_s),
-        },
+        process_failures={**lately, name: hour if again or not counts else (*hour, at_s)},
         preparing={other: t for other, t in state.preparing.items() if other != name},
     )
 
@@ -396,9 +395,7 @@ def _silent(state: State, event: Silent, at_s: float) -> State:
     # its last answer may be older than this generation
     awaited = state.target is not None and member
     if (awaited or state.is_current(event.generation)) and member and state.aborting is None:
-        state = replace(
-            state, silences={**state.silences, **_silent_again(state, event, text, at_s=at_s)}
-        )
+        state = replace(state, silences=_silent_again(state, event, text, at_s=at_s))
         return failed(
             state, Failure("loss", text, at_s, frozenset({event.worker}), (event.worker,))
         )
@@ -408,11 +405,13 @@ def _silent(state: State, event: Silent, at_s: float) -> State:
 def _silent_again(
     state: State, event: Silent, text: str, *, at_s: float
 ) -> dict[str, tuple[tuple[float, str], ...]]:
-    """Of the node, in the last hour; its workers may fall silent together, and are told of more
-    than once."""
-    node_id = event.worker.node_id
-    hour = tuple((t, why) for t, why in state.silences.get(node_id, ()) if t > at_s - 3600)
-    return {node_id: hour if hour and at_s < hour[-1][0] + ONE_SILENCE_S else (*hour, (at_s, text))}
+    """With this one, in the last hour; a node's workers may fall silent together, and are told of
+    more than once."""
+    node_id, known = event.worker.node_id, state.silences
+    lately = {other: times for other, times in known.items() if times[-1][0] > at_s - 3600}
+    hour = tuple((t, why) for t, why in known.get(node_id, ()) if t > at_s - 3600)
+    again = hour and at_s < hour[-1][0] + ONE_SILENCE_S
+    return {**lately, node_id: hour if again else (*hour, (at_s, text))}
 
 
 def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:

@@ -8,7 +8,19 @@ import pytest
 from support.policy.story import Story, orders, stopped
 
 from elastic.policy.faults.retries import DEATHS_MOST
-from elastic.types import NodeLost, Notice, NoticeWithdrawn, Stop, WorkerFailed, WorkerId
+from elastic.policy.state.fold import fold
+from elastic.types import (
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Notice,
+    NoticeWithdrawn,
+    Silent,
+    Stop,
+    WorkerFailed,
+    WorkerId,
+)
 
 
 def story(*, bounds_deaths: bool = True, spares_noticed: bool = True) -> Story:
@@ -76,3 +88,18 @@ def test_nodes_that_end_as_their_notices_said_are_no_crash_loop(
     assert any(orders(one, Stop) for one in made.decisions) == ends
     assert made.state.generation >= DEATHS_MOST
     assert bool(made.state.deaths) == ends
+
+
+def test_what_failed_on_nodes_that_are_long_gone_is_forgotten() -> None:
+    """A thousand nodes in a day; what is counted is the last hour of each."""
+    made = story()
+    state, plan = made.state, made.state.plan
+    assert plan is not None
+    for k in range(1000):
+        name, now_s = f"spot-{k}", made.now_s + 86.4 * k
+        died = WorkerFailed(WorkerId(name, 0), 0, "process", "exit code 1")
+        for event in (NodeReady(Node(name, "spot")), NodePrepared(name), died, NodeLost(name)):
+            state = fold(state, event, now_s)
+        state = replace(state, silences={**state.silences, name: ((now_s, "silent"),)})
+    state = fold(state, Silent(WorkerId("n0", 0), plan.generation, "stepping", 9.0), now_s)
+    assert len(state.process_failures) == len(state.silences) - 1 == 3600 // 86.4 + 1
