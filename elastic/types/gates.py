@@ -157,6 +157,9 @@ class Gates:
     # a driver that begins where another has ended knows what steps took also where prices have
     # changed since the first one, else only where none has
     keeps_measured: bool = False
+    # a layout that did not fit is tried on GPUs with more memory than those had, which are asked
+    # for where it fits no others, else on none
+    tries_larger: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

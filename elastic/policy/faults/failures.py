@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.policy.faults import refused_layouts, unreached, unread_data
+from elastic.policy.plans import gpu_bytes
 from elastic.policy.state.layered import less
 from elastic.policy.state.state import Failure, State
 from elastic.text import gib
@@ -121,7 +122,7 @@ def infeasible(
         reshared = state.reshared | ({generation} if state.heeds_memory else set())
         state = replace(state, uneven_failed=text, reshared=reshared)
         return broken(state, Failure("infeasible", text, at_s))
-    layout = state.plans[generation].layout
+    layout = plan.layout
     measured = max(measured_bytes, state.infeasible.get(layout, 0))
     text = (
         f"layout {layout} does not fit"
@@ -129,6 +130,11 @@ def infeasible(
         + f": {reason}"
     )
     state = replace(state, infeasible={**state.infeasible, layout: measured})
+    if state.tries_larger:
+        nodes = [state.nodes.get(name) for name in plan.nodes]
+        rooms = [gpu_bytes(state, state.pool(node.pool)) if node else 0 for node in nodes]
+        room = max(min(rooms, default=0), state.infeasible_on.get(layout, 0))
+        state = replace(state, infeasible_on={**state.infeasible_on, layout: room})
     return broken(state, Failure("infeasible", text, at_s))
 
 
