@@ -160,6 +160,9 @@ class Gates:
     # a layout that did not fit is tried on GPUs with more memory than those had, which are asked
     # for where it fits no others, else on none
     tries_larger: bool = False
+    # nodes that are paid for and that no plan will use are released whatever the run is to be, and
+    # not where others are about to leave, else where it is to be cheap
+    releases_spare: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))
