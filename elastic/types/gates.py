@@ -163,6 +163,9 @@ class Gates:
     # nodes that are paid for and that no plan will use are released whatever the run is to be, and
     # not where others are about to leave, else where it is to be cheap
     releases_spare: bool = False
+    # processes that die on one node end the run as well, where it was quarantined between two of
+    # them and there are no others, else it is tried again for ever
+    bounds_alone: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))
