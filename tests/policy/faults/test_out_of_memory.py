@@ -11,9 +11,7 @@ from elastic.types import Pool, Quiesced, WorkerFailed, WorkerId
 
 
 @pytest.mark.parametrize("larger", [True, False])
-def test_a_layout_that_did_not_fit_is_tried_where_a_gpu_has_more_memory(
-    larger: bool,
-) -> None:
+def test_a_layout_that_did_not_fit_is_tried_where_a_gpu_has_more_memory(larger: bool) -> None:
     """A node of such GPUs is asked for although one with all workers of the job is there."""
     small, large = (
         Pool(name, "A100", 8, market, 1.0, 0, n, memory_bytes_per_gpu=gib << 30)

@@ -127,7 +127,9 @@ def test_on_a_machine_that_has_no_other_beside_it_the_run_ends_too(
     assert any(orders(one, Stop) for one in made.decisions) == ends
     assert len(made.state.deaths) == (DEATHS_MOST if ends else 3 * DEATHS_MOST)
     if ends:
-        assert "processes died 8 times in a row, on n0, and no step was done" in stopped(made).reason
+        assert (
+            "processes died 8 times in a row, on n0, and no step was done" in stopped(made).reason
+        )
 
 
 def test_what_failed_on_nodes_that_are_long_gone_is_forgotten() -> None:

@@ -10,15 +10,7 @@ from support.policy.story import Story, job, orders
 
 from elastic.policy.pools.node_orders import capacity, potential
 from elastic.policy.state.fold import Backoff, Request, State
-from elastic.types import (
-    InstancesSeen,
-    Job,
-    Node,
-    NodeReady,
-    Pool,
-    RequestFailed,
-    RequestNodes,
-)
+from elastic.types import InstancesSeen, Job, Node, NodeReady, Pool, RequestFailed, RequestNodes
 
 SPOT = Pool("cheap", "CPU", 2, "spot", 1.0, 0, 3)
 FIXED = Pool("fixed", "CPU", 2, "on-demand", 3.0, 0, 2)
