@@ -119,7 +119,7 @@ def test_on_a_machine_that_has_no_other_beside_it_the_run_ends_too(
         while order is not None:
             made.tick(NodeLost("n0", "released"))
             made.tick(NodeReady(Node("n0", "spot")), after_s=order.out_s + 1)
-            order = quarantined(made) or None
+            order = quarantined(made)
         if any(orders(one, Stop) for one in made.decisions):
             break
         made.tick(NodePrepared("n0"), after_s=20)

@@ -26,7 +26,8 @@ OURS = Pool("ours", "CPU", 1, "owned", 0.0, 0, 8)
 
 def story(*pools: Pool, flag: bool = True, **changes: Any) -> Story:
     """Three nodes of the first pool train, and the job can use no more."""
-    made = Story(pools or (SPOT,), **{"max_workers": 3} | changes)
+    keys: dict[str, Any] = {"max_workers": 3} | changes
+    made = Story(pools or (SPOT,), **keys)
     made.state = replace(made.state, spends_slack=True, releases_spare=flag, keeps_left=True)
     made.nodes("a", "b", "c", pool=made.state.pools[0].name)
     made.tick(after_s=20)
