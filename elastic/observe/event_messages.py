@@ -62,6 +62,7 @@ def of(event: Event, view: NamedThings) -> str | None:
             return (
                 f"pool {event.pool} has no further node: "
                 f"{event.reason.removeprefix('no capacity: ')}"
+                + (f"; {n_of(event.coming, 'node')} of it still starting" if event.coming else "")
             )
         case types.PlanEntered():
             return _entered(event, view)

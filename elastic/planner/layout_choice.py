@@ -8,6 +8,7 @@ prediction, as it is written all the same, unless its state alone is too large o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from elastic.errors import InfeasiblePlan
@@ -83,13 +84,15 @@ def ranked_layouts(
 
 def _named(search: LayoutSearch, text: str) -> Ranked | None:
     """None where another layout than the one that is named may be taken."""
-    job, whole = search.job, search.every.whole
+    job, why = search.job, ""
+    some = [search.every.whole, *search.every.larger]
     layout = job.layout_of(text)
-    try:
-        return Ranked([_alone(search, whole, layout)], search)
-    except InfeasiblePlan as error:
-        why = str(error)
-        search.rejected.append((layout, why))
+    for there in some:
+        try:
+            return Ranked([_alone(search, there, layout)], search)
+        except InfeasiblePlan as error:
+            why = why or str(error)
+    search.rejected.append((layout, why))
     open_ones = LayoutSearch(
         search.every, replace(job, layout=pinned(text)), search.ranking, search.n_best
     )
@@ -97,12 +100,10 @@ def _named(search: LayoutSearch, text: str) -> Ranked | None:
     open_ones.rejected[:0] = search.rejected
     if best:
         return Ranked(best, open_ones, why)
-    try:
-        return Ranked([_alone(search, whole, layout, exact=True)], search, why)
-    except InfeasiblePlan:
-        if isinstance(job.layout, Mapping):
-            return None
-    return Ranked([], open_ones, why)
+    for there in some:
+        with suppress(InfeasiblePlan):
+            return Ranked([_alone(search, there, layout, exact=True)], search, why)
+    return None if isinstance(job.layout, Mapping) else Ranked([], open_ones, why)
 
 
 def _alone(

@@ -408,14 +408,19 @@ class LayoutSearch:
         limits = self.every.limits
         if limits.unusable and (why := limits.unusable.get(str(layout))):
             raise InfeasiblePlan(why)
-        measured = limits.infeasible.get(layout) if limits.infeasible else None
-        if measured is not None:
-            raise InfeasiblePlan(f"did not fit ({gib(measured)} measured)")
+        if limits.infeasible and self._tried(there, layout):
+            raise InfeasiblePlan(f"did not fit ({gib(limits.infeasible[layout])} measured)")
         if not there.holds(layout):
             next(there.place.arrangements(layout, self.job.max_workers or 0))
         self._check_memory(there, layout, step, exact=exact)
         if self.too_large and not exact:
-            self._check_measured(layout, step)
+            self._check_measured(there, layout, step)
+
+    def _tried(self, there: NodeSet, layout: Layout) -> bool:
+        """Was it found not to fit, on GPUs of no less memory?"""
+        limits = self.every.limits
+        room = (limits.infeasible_on or {}).get(layout, 0)
+        return layout in (limits.infeasible or {}) and not 0 < room < there.memory_bytes
 
     def _check_memory(self, there: NodeSet, layout: Layout, step: Step, *, exact: bool) -> None:
         room = there.memory_bytes
@@ -443,9 +448,10 @@ class LayoutSearch:
             if 0 < room < needs:
                 raise InfeasiblePlan(explain.too_large_for_host(needs, room))
 
-    def _check_measured(self, layout: Layout, step: Step) -> None:
+    def _check_measured(self, there: NodeSet, layout: Layout, step: Step) -> None:
         needs = self.needs(layout, step)
-        least = next((tried for tried, most in self.too_large.items() if most <= needs), None)
+        smaller = (tried for tried, most in self.too_large.items() if most <= needs)
+        least = next((tried for tried in smaller if self._tried(there, tried)), None)
         if least is not None:
             raise InfeasiblePlan(f"needs at least as much memory as {least}, which did not fit")
 

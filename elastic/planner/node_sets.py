@@ -33,7 +33,8 @@ SMALLEST_SHARE = 8  # nodes are halved down to this part of them where fewer may
 class LayoutLimits:
     """What layouts must fit into. `memory`: node -> bytes of each of its GPUs, `memory_bytes`: of
     those of nodes that it does not name; 0 = not known. `infeasible`: layouts that were found not
-    to fit, with the bytes. `on_gpus`: CUDA and NCCL take their part of these bytes. `hardware`: of
+    to fit, with the bytes; `infeasible_on`: on what memory of a GPU, where that is known: on more
+    they are tried again. `on_gpus`: CUDA and NCCL take their part of these bytes. `hardware`: of
     nodes by their id, as far as it is known; where it is not of all of them, layouts are compared
     on default hardware. `rates`: how fast each worker computes, in any one unit; where they are not
     there for all, the hardware says. `zones`: node -> its zone, where only replicas may lie in
@@ -42,6 +43,7 @@ class LayoutLimits:
 
     memory_bytes: int = 0
     infeasible: Mapping[Layout, int] | None = None
+    infeasible_on: Mapping[Layout, int] | None = None
     hardware: Mapping[str, HardwareProfile] | None = None
     rates: Mapping[WorkerId, float] | None = None
     zones: Mapping[str, str] | None = None
@@ -52,7 +54,7 @@ class LayoutLimits:
 
     def of_plan(self) -> LayoutLimits:
         """What is known before anything has run."""
-        return replace(self, infeasible=None, rates=None, unusable=None)
+        return replace(self, infeasible=None, infeasible_on=None, rates=None, unusable=None)
 
 
 @dataclass(eq=False)
@@ -96,6 +98,13 @@ class SearchedNodes:
     @cached_property
     def whole(self) -> NodeSet:
         return NodeSet(self, self.nodes, self.n_workers)
+
+    @cached_property
+    def larger(self) -> list[NodeSet]:
+        """Those with more memory than some layout did not fit; [] = none, or all fitted."""
+        tried = max((self.limits.infeasible_on or {}).values(), default=0)
+        some = self._set(node for node in self.nodes if 0 < tried < self.memory(node))
+        return [some] if some.nodes else []
 
     def memory(self, node: Node) -> int:
         """Of each of its GPUs; 0 = not known."""
@@ -147,12 +156,14 @@ class SearchedNodes:
     # -------------------------------------------------------------------------------------- sets
 
     def sets(self) -> Iterator[NodeSet]:
-        """All nodes; those without the slowest workers; and where the hardware is known: some kinds
-        of it without the others, each zone alone, and a half, a quarter ... of each of these."""
+        """All nodes; those without the slowest workers; those with more memory than some layout did
+        not fit; and where the hardware is known: some kinds of it without the others, each zone
+        alone, and a half, a quarter ... of each of these."""
         whole = self.whole
         seen = {whole.key}
         yield whole
         found = [whole, *self._without_slow(whole)]
+        found += self.larger
         if self.known:
             found += self._of_kinds()
             found += self._of_zones()

@@ -55,7 +55,7 @@ class _Question:
         s = self.state
         measured = (s.speeds, s.plan, s.timed_at_s, s.uneven_failed)
         asked = (s.generation, s.plans.get(s.generation), s.model, s.job, s.infeasible, s.unusable)
-        known = (s.hardware, s.pool_hardware)
+        known = (s.hardware, s.pool_hardware, s.infeasible_on)
         return (self.nodes, s.nodes, s.pools, known, asked, measured)
 
     def __eq__(self, other: object) -> bool:
@@ -96,8 +96,8 @@ def _unnamed(kinds: Kinds) -> list[Node]:
 
 
 @follows_from(
-    "job", "pools", "model", "hardware", "pool_hardware", "infeasible", "unusable", "speeds",
-    kept=KEPT_CHOICES,
+    "job", "pools", "model", "hardware", "pool_hardware", "infeasible", "infeasible_on", "unusable",
+    "speeds", kept=KEPT_CHOICES,
 )  # fmt: skip
 def _alike(state: State, kinds: Kinds) -> Choice | InfeasiblePlan:
     """Of nodes that are told apart by their place, while nobody knows more of them than of which
@@ -142,6 +142,7 @@ def _limits(state: State, nodes: Sequence[Node]) -> LayoutLimits:
     memory = {name: room[pool.name] for name, pool in of_node.items()}
     return LayoutLimits(
         infeasible=state.infeasible,
+        infeasible_on=state.infeasible_on,
         hardware=_hardware(state, nodes),
         rates=speeds.rates(state, nodes),
         zones={name: zones[pool.name] for name, pool in of_node.items()},

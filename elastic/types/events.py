@@ -132,9 +132,12 @@ class InstancesSeen(Event):
 
 @dataclass(frozen=True)
 class RequestFailed(Event):
+    """`coming`: nodes of it that start nevertheless; told again when fewer do."""
+
     pool: str
     request_id: str
     reason: str
+    coming: int = 0
 
 
 @dataclass(frozen=True)

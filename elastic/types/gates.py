@@ -159,6 +159,21 @@ class Gates:
     # damaged checkpoints are removed where there is a `storage_quota_gb`, for which they count, and
     # others are there, else they stay, and later ones may not fit
     frees_damaged: bool = False
+    # nodes that start for a request that has failed count as coming until what buys them says that
+    # they do not join, else they are forgotten, and asked for a second time
+    expects_started: bool = False
+    # a driver that begins where another has ended knows what steps took also where prices have
+    # changed since the first one, else only where none has
+    keeps_measured: bool = False
+    # a layout that did not fit is tried on GPUs with more memory than those had, which are asked
+    # for where it fits no others, else on none
+    tries_larger: bool = False
+    # nodes that are paid for and that no plan will use are released whatever the run is to be, and
+    # not where others are about to leave, else where it is to be cheap
+    releases_spare: bool = False
+    # processes that die on one node end the run as well, where it was quarantined between two of
+    # them and there are no others, else it is tried again for ever
+    bounds_alone: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -269,7 +269,7 @@ def test_a_node_that_was_given_back_is_not_lost() -> None:
     before = [
         *lines()[:3],
         tick(3.2, NodeLost("a", "released")),
-        tick(3.3, RequestFailed("spot", "r", "no capacity: 2 of 2 in use")),
+        tick(3.3, RequestFailed("spot", "r", "no capacity: 2 of 2 in use", coming=2)),
     ]
     view = view_of(before)
     assert [view.status(view.nodes[name]) for name in "ab"] == ["released", "prepared"]
@@ -279,7 +279,8 @@ def test_a_node_that_was_given_back_is_not_lost() -> None:
         "prepared",
     ]
     assert run_tables.status_plain(view)["nodes"][0]["status"] == "released"
-    assert view.notes[-1].text == "pool spot has no further node: 2 of 2 in use"
+    text = "pool spot has no further node: 2 of 2 in use; 2 nodes of it still starting"
+    assert view.notes[-1].text == text
     view = view_of(
         [
             *before,

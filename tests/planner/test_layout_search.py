@@ -115,6 +115,23 @@ def test_what_did_not_fit_is_not_tried_again_nor_anything_that_needs_more() -> N
     assert any("did not fit (5.00 GiB measured)" in why for why in second.rejected)
 
 
+@pytest.mark.parametrize(("room", "tried_on"), [(80, 40), (40, 40), (0, 40), (80, 0)])
+def test_what_did_not_fit_is_tried_again_on_gpus_of_more_memory(room: int, tried_on: int) -> None:
+    """0 = not known. What needs more than that is, too."""
+    first = plan_layout(MODEL, job(), nodes(2, 2))
+    limits = LayoutLimits(
+        memory_bytes=room << 30,
+        infeasible={first.layout: 39 << 30, Layout(): 39 << 30},
+        infeasible_on={first.layout: tried_on << 30, Layout(): 40 << 30},
+    )
+    again = plan_layout(MODEL, job(), nodes(2, 2), limits=limits)
+    assert (again.layout == first.layout) == (0 < tried_on < room)
+    mixed = replace(limits, memory={"n0": tried_on << 30}, infeasible={Layout(): 39 << 30})
+    if 0 < tried_on < room:
+        one = plan_layout(MODEL, job(layout="dp_shard=1"), nodes(2, 2), limits=mixed)
+        assert one.ranks == (WorkerId("n1", 0),)
+
+
 def test_the_layout_of_the_job_is_taken_literally() -> None:
     choice = plan_layout(MODEL, job(layout="pp=2,dp_shard=2"), nodes(2, 2, 2))
     assert choice.layout == Layout(pp=2, dp_shard=2) and choice.layers == (2, 2)

@@ -249,7 +249,7 @@ class AutoscalerNodes(ClusterNodes):
         coming: Counter[str],
     ) -> list[Event]:
         """Requests that have failed, or have got all. What is on its way for one that has failed is
-        waited for, and taken."""
+        waited for, and taken; less of it is told again."""
         events: list[Event] = []
         left, standing = Counter(coming), [one for one in self._open if not one.told]
         newest = {one.pool: one for one in standing}
@@ -265,12 +265,13 @@ class AutoscalerNodes(ClusterNodes):
                 failed = report.failed.get(asked.pool, 0) > asked.failed_before
                 failed = failed and asked is newest[asked.pool]
                 why = self._why_failed(asked, report, impossible, failed=failed, late=late)
+            elif late or starting < asked.missing:
+                gone = asked.missing - (0 if late else starting)
+                why = f"{gone} of its nodes that were starting did not join"
             if why:
                 why += self._kept_out(asked.pool, alive, time.monotonic())
-                events.append(RequestFailed(asked.pool, asked.request_id, why))
-                asked.told = True
-            if asked.told:
-                asked.missing, asked.short = 0 if late else starting, 0
+                asked.missing, asked.short, asked.told = 0 if late else starting, 0, True
+                events.append(RequestFailed(asked.pool, asked.request_id, why, asked.missing))
             if asked.missing + asked.short <= 0:
                 self._open.remove(asked)
         for one in self._open:  # a failed launch is that of the pool's newest request

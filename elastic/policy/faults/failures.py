@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.policy.faults import refused_layouts, unreached, unread_data
+from elastic.policy.plans import gpu_bytes
 from elastic.policy.state.layered import less
 from elastic.policy.state.state import Failure, State
 from elastic.text import gib
@@ -121,7 +122,7 @@ def infeasible(
         reshared = state.reshared | ({generation} if state.heeds_memory else set())
         state = replace(state, uneven_failed=text, reshared=reshared)
         return broken(state, Failure("infeasible", text, at_s))
-    layout = state.plans[generation].layout
+    layout = plan.layout
     measured = max(measured_bytes, state.infeasible.get(layout, 0))
     text = (
         f"layout {layout} does not fit"
@@ -129,6 +130,11 @@ def infeasible(
         + f": {reason}"
     )
     state = replace(state, infeasible={**state.infeasible, layout: measured})
+    if state.tries_larger:
+        nodes = [state.nodes.get(name) for name in plan.nodes]
+        rooms = [gpu_bytes(state, state.pool(node.pool)) if node else 0 for node in nodes]
+        room = max(min(rooms, default=0), state.infeasible_on.get(layout, 0))
+        state = replace(state, infeasible_on={**state.infeasible_on, layout: room})
     return broken(state, Failure("infeasible", text, at_s))
 
 
@@ -343,14 +349,13 @@ def short_of_memory(state: State, node: Node, reason: str, *, at_s: float) -> St
 def _with_failure(state: State, name: str, at_s: float, *, counts: bool = True) -> State:
     """A process of the node has failed, which is then no longer being prepared. All workers of a
     node may go at once."""
-    hour = tuple(t for t in state.process_failures.get(name, ()) if t > at_s - 3600)
+    known = state.process_failures
+    lately = {other: times for other, times in known.items() if times[-1:] > (at_s - 3600,)}
+    hour = tuple(t for t in known.get(name, ()) if t > at_s - 3600)
     again = bool(hour) and at_s < hour[-1] + ONE_INCIDENT_S
     return replace(
         state,
-        process_failures={
-            **state.process_failures,
-            name: hour if again or not counts else (*hour, at_s),
-        },
+        process_failures={**lately, name: hour if again or not counts else (*hour, at_s)},
         preparing={other: t for other, t in state.preparing.items() if other != name},
     )
 
@@ -396,9 +401,7 @@ def _silent(state: State, event: Silent, at_s: float) -> State:
     # its last answer may be older than this generation
     awaited = state.target is not None and member
     if (awaited or state.is_current(event.generation)) and member and state.aborting is None:
-        state = replace(
-            state, silences={**state.silences, **_silent_again(state, event, text, at_s=at_s)}
-        )
+        state = replace(state, silences=_silent_again(state, event, text, at_s=at_s))
         return failed(
             state, Failure("loss", text, at_s, frozenset({event.worker}), (event.worker,))
         )
@@ -408,11 +411,13 @@ def _silent(state: State, event: Silent, at_s: float) -> State:
 def _silent_again(
     state: State, event: Silent, text: str, *, at_s: float
 ) -> dict[str, tuple[tuple[float, str], ...]]:
-    """Of the node, in the last hour; its workers may fall silent together, and are told of more
-    than once."""
-    node_id = event.worker.node_id
-    hour = tuple((t, why) for t, why in state.silences.get(node_id, ()) if t > at_s - 3600)
-    return {node_id: hour if hour and at_s < hour[-1][0] + ONE_SILENCE_S else (*hour, (at_s, text))}
+    """With this one, in the last hour; a node's workers may fall silent together, and are told of
+    more than once."""
+    node_id, known = event.worker.node_id, state.silences
+    lately = {other: times for other, times in known.items() if times[-1][0] > at_s - 3600}
+    hour = tuple((t, why) for t, why in known.get(node_id, ()) if t > at_s - 3600)
+    again = hour and at_s < hour[-1][0] + ONE_SILENCE_S
+    return {**lately, node_id: hour if again else (*hour, (at_s, text))}
 
 
 def _digest_checked(state: State, event: DigestChecked, at_s: float) -> State:

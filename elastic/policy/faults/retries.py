@@ -13,6 +13,7 @@ INFRASTRUCTURE_MOST = 5  # in a row without progress
 SCRIPTS_MOST = 3  # the same for the processes of a script that is restarted
 PROCESS_MOST = 3  # replacements per node and hour
 DEATHS_MOST = 8  # generations in a row without progress in which a process died, on several nodes
+QUARANTINED_LEAST = 2  # times, where there is one node alone
 SILENT_MOST = 2  # times that a node stalls, per hour
 ROLLBACKS_MOST = 2
 LEFT_OUT_MOST = 8  # times in a row that nodes are left out for others that they do not reach
@@ -30,7 +31,7 @@ def wait_s(state: State) -> float:
 def gave_up(state: State) -> str:
     """Why the run must end now; empty while another attempt is allowed."""
     nodes = tuple(dict.fromkeys(state.deaths))
-    if len(state.deaths) >= DEATHS_MOST and len(nodes) > 1:
+    if len(state.deaths) >= DEATHS_MOST and (len(nodes) > 1 or _no_other(state, nodes[0])):
         return (
             f"processes died {len(state.deaths)} times in a row, on {', '.join(nodes)}, and no "
             f"step was done past {state.best_step}; the last one: {state.death}"
@@ -63,6 +64,14 @@ def gave_up(state: State) -> str:
             f"{failure.reason}"
         )
     return ""
+
+
+def _no_other(state: State, node_id: str) -> bool:
+    """Was the node quarantined and had again, since the pools have all the nodes that they can
+    have?"""
+    full = all(state.alive_by_pool.get(one.name, 0) >= one.max_nodes for one in state.pools)
+    times = state.kept_out.get(node_id, (0, 0.0))[0]
+    return state.bounds_alone and full and times >= QUARANTINED_LEAST
 
 
 def worn_out(state: State, node_id: str, now_s: float) -> str:

@@ -14,7 +14,7 @@ from math import inf
 
 from elastic.policy.state.layered import less
 from elastic.policy.state.state import Backoff, PoolSeen, State
-from elastic.types import Node, Pool
+from elastic.types import Node, Pool, RequestFailed
 from elastic.types.replacing import replace
 
 # prior: one per 20 and 500 h
@@ -168,17 +168,21 @@ def warned(state: State, node: Node) -> State:
     return _with(state, node.pool, replace(seen, warnings=seen.warnings + 1))
 
 
-def refused(state: State, pool: str, request_id: str, *, reason: str, at_s: float) -> State:
+def refused(state: State, failed: RequestFailed, *, at_s: float) -> State:
     """The pool said no, or nothing at all: it is left alone, twice as long each time until it gives
-    a node."""
+    a node. What starts for the request all the same is still expected."""
+    pool, request_id = failed.pool, failed.request_id
     old, seen = state.backoff.get(pool), of(state, pool)
     most_s = BACKOFF_SPOT_S if state.spends_slack and _is_spot(state, pool) else BACKOFF_MAX_S
     wait_s = min(most_s, old.wait_s * 2) if old else BACKOFF_S
     backoff = {
         **state.backoff,
-        pool: Backoff(at_s + wait_s, wait_s, reason, old.deaths if old else 0),
+        pool: Backoff(at_s + wait_s, wait_s, failed.reason, old.deaths if old else 0),
     }
-    requests = {name: r for name, r in state.requests.items() if name != request_id}
+    asked, requests = state.requests.get(request_id), less(state.requests, request_id)
+    if asked is not None and failed.coming and state.expects_started:
+        left = replace(asked, count=failed.coming, failed=True)
+        requests = {**state.requests, request_id: left}
     state = replace(state, backoff=backoff, requests=requests)
     return (
         state

@@ -11,7 +11,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.layout_choice import most_workers
 from elastic.policy.faults import faulty_devices, quarantine
 from elastic.policy.faults.retries import worn_out
-from elastic.policy.plans import choice_of
+from elastic.policy.plans import choice_of, gpu_bytes
 from elastic.policy.pools import drain, hard_limits, pool_allocation
 from elastic.policy.pools.release import leaving, without_use
 from elastic.policy.speed.relayout import left_for
@@ -207,6 +207,28 @@ def _request(state: State, now_s: float) -> Decision:
     )
 
 
+def _have_a_plan(state: State) -> bool:
+    """The nodes that are or will be of use."""
+    there = [
+        node
+        for status in ("pending", "ready", "prepared")
+        for node in state.by_status.get(status, ())
+    ]
+    try:
+        choice_of(state, there)
+    except InfeasiblePlan:
+        return False
+    return True
+
+
+def _too_small(state: State) -> set[str]:
+    """Pools on whose GPUs a layout did not fit, while the nodes that there are have no other."""
+    tried = max(state.infeasible_on.values(), default=0)
+    if not tried or state.phase != "waiting" or _have_a_plan(state):
+        return set()
+    return {pool.name for pool in state.pools if 0 < gpu_bytes(state, pool) <= tried}
+
+
 class _Book:
     """Counts what is there, coming and asked for now. `beside`: see OnDemandNeed."""
 
@@ -215,7 +237,7 @@ class _Book:
         self.actions: list[RequestNodes] = []
         self.reasons: list[str] = []
         self.wakes: list[float] = []
-        self.closed: set[str] = set()
+        self.closed = _too_small(state)
         self.refused = False  # on demand
         pools = {pool.name: pool for pool in state.pools}
         self.have = {name: pool_allocation.asked(state, name, now_s) for name in pools}
@@ -227,7 +249,8 @@ class _Book:
         if state.counts_leaving:
             n_paid += sum(seen.leaving for seen in told.values())
         self.nodes: float = inf if bound is None else bound - len(state.alive) - n_paid
-        self.gpus = sum(gpus for _, gpus in state.there.values()) + sum(
+        usable = {name: seen for name, seen in state.there.items() if name not in self.closed}
+        self.gpus = sum(gpus for _, gpus in usable.values()) + sum(
             pools[name].gpus_per_node * n for name, n in self.have.items()
         )
         self.workers: float = inf if most is None else most - self.gpus
@@ -239,10 +262,13 @@ class _Book:
         self.beside = beside
 
     def withdraw(self, request: Request) -> None:
-        """A request that nobody answers is taken back: the pool counts as one that said no."""
+        """A request that nobody answers is taken back: the pool counts as one that said no. What
+        starts for one that has failed is counted no more then, and used where it joins."""
         at_s = pool_allocation.withdrawn_at_s(self.state, request)
         if self.now_s < at_s:
             self.wakes.append(at_s)
+            return
+        if request.failed:
             return
         self.actions.append(RequestNodes(request.pool, 0, request.request_id))
         self.closed.add(request.pool)
@@ -291,16 +317,7 @@ class _Book:
             state, pool, now_s=self.now_s, joined=joined
         ):
             return False
-        there = [
-            node
-            for status in ("pending", "ready", "prepared")
-            for node in state.by_status.get(status, ())
-        ]
-        try:
-            choice_of(state, there)
-        except InfeasiblePlan:
-            return False
-        return True
+        return _have_a_plan(state)
 
     def _starting(self, pool: str) -> int:
         """Nodes that are not prepared yet, or still to come. Of a pool whose nodes die at start one

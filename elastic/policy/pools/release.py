@@ -72,9 +72,10 @@ def _surplus(
         texts = [*texts, f"{names}: released, the run ends before another pause pays for itself"]
         above = [*above, *(ReleaseNode(node.node_id) for node in late)]
         gone |= {node.node_id for node in late}
-    if not pool_allocation.cheapest(state):
+    cheap = pool_allocation.cheapest(state)
+    if not cheap and not state.releases_spare:
         return above, texts
-    fixed = {name for name in _fixed(state) if name in state.alive_by_pool}
+    fixed = {name for name in _fixed(state) if cheap and name in state.alive_by_pool}
     idle = [node for node in _idle(state, taken) if node.pool in fixed] if fixed else []
     beyond = _beyond(state, idle, now_s) if idle else []
     spare = [node for node in beyond if node.node_id not in gone]
@@ -114,23 +115,43 @@ def _too_late(state: State, now_s: float, taken: Collection[str]) -> list[Node]:
 
 
 def _useless(state: State, now_s: float, taken: Collection[str]) -> list[Node]:
-    """Spot nodes that are prepared, and that no plan will use: the one that runs has all workers
-    that it can use, and they are not to stand in for nodes on demand."""
+    """Nodes that are prepared, and that no plan will use: the one that runs has all workers that it
+    can use, and they are not to stand in for nodes on demand. Without them as many stay, of which
+    none is about to leave, so that no others are asked for: the dearest go."""
     plan, most = state.plan, most_workers(state.job)
     if not state.spends_slack or plan is None or most is None or plan.layout.world_size < most:
         return []
     spare = _without_ranks(state)
     if not spare or pool_allocation.stand_in_workers(state, now_s):
         return []
-    return [node for node in _idle(state, taken) if node in spare]
+    idle = [node for node in _idle(state, taken) if node in spare]
+    if not state.releases_spare:
+        return idle
+    found, room = [], sum(gpus for _, gpus in state.there.values()) - most
+    for node in sorted(idle, key=lambda node: -_price(state, node)):
+        if node.gpus <= room:
+            found.append(node)
+            room -= node.gpus
+    return found
 
 
-@follows_from("nodes", "plan", "pools")
+def _price(state: State, node: Node) -> float:
+    pool = state.pool(node.pool)
+    return pool.usd_per_node_h if pool is not None else 0.0
+
+
+@follows_from("nodes", "plan", "pools", "job")
 def _without_ranks(state: State) -> Sequence[Node]:
-    """Spot nodes that are prepared and have no rank of the running plan."""
-    spot = {pool.name for pool in state.pools if pool.market_type == "spot"}
+    """Nodes that are prepared, are paid for and have no rank of the running plan; only spot ones
+    where the run is to be cheap, which looks at those on demand by itself."""
+    cheap = pool_allocation.cheapest(state)
+    pools = {
+        pool.name
+        for pool in state.pools
+        if (pool.market_type == "spot" if cheap else pool.paid and pool.market_type != "owned")
+    }
     used = state.plan.workers_per_node if state.plan is not None else {}
-    return [n for n in state.available if n.pool in spot and n.node_id not in used]
+    return [n for n in state.available if n.pool in pools and n.node_id not in used]
 
 
 def _idle(state: State, taken: Collection[str]) -> list[Node]:
@@ -161,8 +182,7 @@ def _above_bound(state: State, taken: Collection[str]) -> tuple[list[ReleaseNode
     n = 0 if bound is None else len(state.alive) - len(state.releasing) - bound
     if n <= 0:
         return [], []
-    price = {pool.name: pool.usd_per_node_h for pool in state.pools}
-    found = sorted(_idle(state, taken), key=lambda node: -price.get(node.pool, 0.0))[:n]
+    found = sorted(_idle(state, taken), key=lambda node: -_price(state, node))[:n]
     orders = [ReleaseNode(node.node_id) for node in found]
     names = ", ".join(node.node_id for node in found)
     return orders, [f"{names}: released, max_nodes is {bound}"] if found else []

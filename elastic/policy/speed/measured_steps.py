@@ -21,7 +21,8 @@ from statistics import fmean, linear_regression, median
 
 from elastic.planner.choice import Choice
 from elastic.policy.state.state import MeasuredSteps, State
-from elastic.types import Plan, StepDone
+from elastic.types import DriverStarted, Plan, StepDone
+from elastic.types.replacing import replace
 
 KEPT_PLANS = 32
 KEPT_STEPS = 31  # of a plan, the newest
@@ -46,6 +47,17 @@ def with_step(state: State, plan: Plan, event: StepDone) -> tuple[MeasuredSteps,
     seconds = (*last.seconds[1 - KEPT_STEPS :], ordinary_s)
     waited = (*last.waited[1 - KEPT_STEPS :], event.data_s / (event.data_s + ordinary_s))
     return (*before[1 - KEPT_PLANS :], MeasuredSteps(last.plan, seconds, waited))
+
+
+def still_known(state: State, event: DriverStarted) -> tuple[MeasuredSteps, ...]:
+    """To a driver that does not attach: nothing where the pools are others than they were. What
+    their nodes cost has no part in it."""
+    before, now = state.pools, event.pools
+    if event.keeps_measured:
+        before, now = (
+            tuple(replace(pool, usd_per_node_h=0.0) for pool in pools) for pools in (before, now)
+        )
+    return state.measured if before == now else ()
 
 
 def expected_s(state: State, choice: Choice) -> float:

@@ -27,6 +27,7 @@ from elastic.types import (
     Quiesce,
     ReleaseNode,
     RemoveCopy,
+    RequestFailed,
     RequestNodes,
     RollForward,
     SetCadence,
@@ -48,13 +49,9 @@ def _ordered_nodes(state: State, action: RequestNodes, at_s: float) -> State:
         if state.withdraws_at_end and hard_limits.about_to_end(state, at_s):  # it has not said no
             return replace(state, requests=less(state.requests, action.request_id))
         waited_s = at_s - asked.at_s if asked else 0.0
-        return hazard.refused(
-            hazard.unanswered(state, action.pool),
-            action.pool,
-            action.request_id,
-            reason=f"no answer for {waited_s:.0f} s",
-            at_s=at_s,
-        )
+        why = f"no answer for {waited_s:.0f} s"
+        failed = RequestFailed(action.pool, action.request_id, why)
+        return hazard.refused(hazard.unanswered(state, action.pool), failed, at_s=at_s)
     request = Request(action.request_id, action.pool, action.count, at_s)
     return replace(
         state,

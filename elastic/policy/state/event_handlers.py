@@ -32,7 +32,7 @@ from elastic.policy.faults.failures import (
 )
 from elastic.policy.faults.quiesced_workers import quiesced
 from elastic.policy.pools import hard_limits, hazard
-from elastic.policy.speed.measured_steps import with_step
+from elastic.policy.speed.measured_steps import still_known, with_step
 from elastic.policy.speed.move_pace import paced
 from elastic.policy.speed.speeds import HANDLERS as SPEEDS
 from elastic.policy.speed.speeds import forget
@@ -122,7 +122,7 @@ def _driver_started(state: State, event: DriverStarted, at_s: float) -> State:
         return State(
             validation=state.validation,
             lengths=state.lengths,
-            measured=state.measured if state.pools == event.pools else (),
+            measured=still_known(state, event),
             **known,
             started_at_s=at_s,
             generation=generation,
@@ -305,7 +305,7 @@ def _progress(state: State, event: Progress, at_s: float) -> State:
 
 
 def _request_failed(state: State, event: RequestFailed, at_s: float) -> State:
-    return hazard.refused(state, event.pool, event.request_id, reason=event.reason, at_s=at_s)
+    return hazard.refused(state, event, at_s=at_s)
 
 
 def _plan_entered(state: State, event: PlanEntered, at_s: float) -> State:

@@ -46,12 +46,13 @@ ENDED: tuple[Phase, ...] = ("succeeded", "failed", "stopped")
 
 @dataclass(frozen=True)
 class Request:
-    """Nodes that were asked for and have not come yet."""
+    """Nodes that were asked for and have not come yet. `failed`: no others of it will."""
 
     request_id: str
     pool: str
     count: int
     at_s: float
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,9 @@ class State(Gates):
     blamed: Mapping[str, str] = field(default_factory=dict)
     below_step: int | None = None  # recover only to copies of less than this step (NaN)
     infeasible: Mapping[Layout, int] = field(default_factory=dict)  # layout -> measured bytes
-    # the same of the job's other phases
+    # layout -> of the GPUs where that was, the memory of the smallest; 0 = not known
+    infeasible_on: Mapping[Layout, int] = field(default_factory=dict)
+    # as `infeasible`, of the job's other phases
     infeasible_in: Mapping[int, Mapping[Layout, int]] = field(default_factory=dict)
     # what a sample asks of the model in each phase of the job; () = not told, or it has none
     phase_samples: tuple[SampleProfile | None, ...] = ()

@@ -102,7 +102,7 @@ def test_what_starts_for_a_request_that_has_failed_is_used(
         why = "its launch failed; the autoscaler's log on the head (monitor.log) says why"
     else:
         clock.now_s, why = clock.now_s + 181, "no capacity: no answer within 180 s"
-    assert failures(nodes) == [RequestFailed("spot", "r2", why)]
+    assert failures(nodes) == [RequestFailed("spot", "r2", why, coming=1)]
     assert told[-1] == {"spot": 2}, "one for each request"
     assert not failures(nodes), "it is told once"
     reports["now"] = replace(reports["now"], given={"a": "spot", "b": "spot"}, coming={})
@@ -110,6 +110,27 @@ def test_what_starts_for_a_request_that_has_failed_is_used(
     events = nodes.news({"a": node_of("a"), "b": node_of("b")})
     assert [type(event) for event in events] == [NodeReady, NodeReady]
     assert told[-1] == {} and nodes._dropped == {}
+
+
+def test_what_starts_for_a_request_that_has_failed_is_told_until_it_joins_or_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five of eight start: one of them ends, one joins, and the others do not."""
+    clock, reports = Clock(monkeypatch), {"now": AutoscalerReport()}
+    nodes = nodes_of(reports, most=8)
+    nodes.request("spot", 8, "r1")
+    reports["now"] = AutoscalerReport(coming={"spot": 5}, failed={"spot": 3})
+    assert [event.coming for event in failures(nodes)] == [5]
+    reports["now"] = replace(reports["now"], coming={"spot": 4})
+    why = "1 of its nodes that were starting did not join"
+    assert failures(nodes) == [RequestFailed("spot", "r1", why, coming=4)]
+    reports["now"] = replace(reports["now"], coming={"spot": 3}, given={"a": "spot"})
+    there = {"a": node_of("a")}
+    assert [type(event) for event in nodes.news(there)] == [NodeReady]
+    clock.now_s += nodes.join_most_s + 1
+    (failed,) = nodes.news(there)
+    why = "3 of its nodes that were starting did not join"
+    assert failed == RequestFailed("spot", "r1", why) and nodes._open == []
 
 
 def test_a_node_that_joins_counts_as_starting_until_it_is_known_here() -> None:
@@ -251,7 +272,8 @@ def test_a_part_that_comes_counts_as_an_answer_also_where_the_rest_waits_for_roo
     clock.now_s += 20
     assert not failures(nodes)
     clock.now_s += 170
-    assert failures(nodes) == [RequestFailed("spot", "r1", "no capacity: no answer within 180 s")]
+    why = "no capacity: no answer within 180 s"
+    assert failures(nodes) == [RequestFailed("spot", "r1", why, coming=1)]
 
 
 def test_pods_that_may_have_no_machine_are_not_paid_for() -> None:

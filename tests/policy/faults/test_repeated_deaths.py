@@ -5,10 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.policy.story import Story, orders, stopped
+from support.policy.story import SPOT, Story, orders, stopped
 
 from elastic.policy.faults.retries import DEATHS_MOST
-from elastic.types import NodeLost, Notice, NoticeWithdrawn, Stop, WorkerFailed, WorkerId
+from elastic.policy.state.fold import fold
+from elastic.types import (
+    Node,
+    NodeLost,
+    NodePrepared,
+    NodeReady,
+    Notice,
+    NoticeWithdrawn,
+    Quarantine,
+    Silent,
+    Stop,
+    WorkerFailed,
+    WorkerId,
+)
 
 
 def story(*, bounds_deaths: bool = True, spares_noticed: bool = True) -> Story:
@@ -27,6 +40,18 @@ def dies(made: Story, node: str, *, then: str, cause: str = "released") -> None:
     if then != node and not any(orders(one, Stop) for one in made.decisions):
         made.tick(NodeLost(node, cause))
     made.nodes(then)
+
+
+def quarantined(made: Story) -> Quarantine | None:
+    """By the last decision."""
+    return next(iter(orders(made.decisions[-1], Quarantine)), None)
+
+
+def dies_at_once(made: Story) -> Quarantine | None:
+    """What is ordered of the node, if anything."""
+    made.tick(WorkerFailed(WorkerId("n0", 0), 0, "process", "its process is gone"))
+    made.tick()
+    return quarantined(made) or next(iter(orders(made.decisions[-2], Quarantine)), None)
 
 
 def test_the_run_ends_and_names_nodes_step_and_cause() -> None:
@@ -76,3 +101,47 @@ def test_nodes_that_end_as_their_notices_said_are_no_crash_loop(
     assert any(orders(one, Stop) for one in made.decisions) == ends
     assert made.state.generation >= DEATHS_MOST
     assert bool(made.state.deaths) == ends
+
+
+@pytest.mark.parametrize(("n_nodes", "flag"), [(1, True), (2, True), (1, False)])
+def test_on_a_machine_that_has_no_other_beside_it_the_run_ends_too(
+    n_nodes: int, flag: bool
+) -> None:
+    """It dies in the first step after each start, is quarantined, and is had again: not where its
+    pool may have another."""
+    made = Story((replace(SPOT, market_type="owned", max_nodes=n_nodes),))
+    made.state = replace(made.state, bounds_deaths=True, keeps_out=True, bounds_alone=flag)
+    made.nodes("n0")
+    for _ in range(3 * DEATHS_MOST):
+        made.tick(after_s=20)
+        made.entered()
+        order = dies_at_once(made)
+        while order is not None:
+            made.tick(NodeLost("n0", "released"))
+            made.tick(NodeReady(Node("n0", "spot")), after_s=order.out_s + 1)
+            order = quarantined(made)
+        if any(orders(one, Stop) for one in made.decisions):
+            break
+        made.tick(NodePrepared("n0"), after_s=20)
+    ends = flag and n_nodes == 1
+    assert any(orders(one, Stop) for one in made.decisions) == ends
+    assert len(made.state.deaths) == (DEATHS_MOST if ends else 3 * DEATHS_MOST)
+    if ends:
+        assert (
+            "processes died 8 times in a row, on n0, and no step was done" in stopped(made).reason
+        )
+
+
+def test_what_failed_on_nodes_that_are_long_gone_is_forgotten() -> None:
+    """A thousand nodes in a day; what is counted is the last hour of each."""
+    made = story()
+    state, plan = made.state, made.state.plan
+    assert plan is not None
+    for k in range(1000):
+        name, now_s = f"spot-{k}", made.now_s + 86.4 * k
+        died = WorkerFailed(WorkerId(name, 0), 0, "process", "exit code 1")
+        for event in (NodeReady(Node(name, "spot")), NodePrepared(name), died, NodeLost(name)):
+            state = fold(state, event, now_s)
+        state = replace(state, silences={**state.silences, name: ((now_s, "silent"),)})
+    state = fold(state, Silent(WorkerId("n0", 0), plan.generation, "stepping", 9.0), now_s)
+    assert len(state.process_failures) == len(state.silences) - 1 == 3600 // 86.4 + 1

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.policy.story import Story, job
+from support.policy.story import Story, job, orders
 
 from elastic.policy.pools.node_orders import capacity, potential
 from elastic.policy.state.fold import Backoff, Request, State
-from elastic.types import InstancesSeen, Job, Node, Pool, RequestNodes
+from elastic.types import InstancesSeen, Job, Node, NodeReady, Pool, RequestFailed, RequestNodes
 
 SPOT = Pool("cheap", "CPU", 2, "spot", 1.0, 0, 3)
 FIXED = Pool("fixed", "CPU", 2, "on-demand", 3.0, 0, 2)
@@ -71,6 +71,36 @@ def test_machines_that_have_not_ended_count_for_max_nodes(flag: bool) -> None:
         counts_leaving=flag,
     )
     assert sum(n for _, n in asked(found)) == (1 if flag else 2)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_what_starts_for_a_request_that_has_failed_is_not_asked_for_again(flag: bool) -> None:
+    """Five of eight start. One of them ends, and each that joins is one of those."""
+    pools = (replace(SPOT, max_nodes=8), replace(FIXED, max_nodes=8))
+    story = Story(pools, max_workers=16)
+    story.state = replace(story.state, expects_started=flag, waits_for_started=True)
+    asked_s = next(iter(story.state.requests.values())).at_s
+    failed = RequestFailed("cheap", "cheap-1", "InsufficientInstanceCapacity", coming=5)
+    seen = InstancesSeen("cheap", starting=5)
+    assert orders(story.tick(seen, failed), RequestNodes) == [
+        RequestNodes("fixed", 3 if flag else 8, "fixed-2")
+    ]
+    assert story.state.backoff["cheap"].reason == failed.reason
+    if not flag:
+        return
+    ended = replace(failed, reason="1 of its nodes that were starting did not join", coming=4)
+    assert orders(story.tick(ended), RequestNodes) == [RequestNodes("fixed", 1, "fixed-3")]
+    story.tick(*(NodeReady(Node(name, "cheap", 2)) for name in "abcd"))
+    assert all(story.state.born[name] == asked_s for name in "abcd")
+    assert {one.pool for one in story.state.requests.values()} == {"fixed"}
+
+
+def test_what_starts_unseen_for_one_that_has_failed_is_used_where_it_joins() -> None:
+    """On Kubernetes nobody knows which pods have a machine: they count no longer than others."""
+    one = Request("cheap-1", "cheap", 2, 0.0, failed=True)
+    found = state(requests={"cheap-1": one}, waits_for_started=True)
+    assert ("cheap", 1) in asked(found, 899.0)
+    assert ("cheap", 3) in asked(found, 901.0) and ("cheap", 0) not in asked(found, 901.0)
 
 
 def test_a_pool_that_said_no_is_left_alone_until_its_time() -> None:

@@ -438,8 +438,8 @@ def test_a_spot_pool_is_asked_again_soon(flag: bool, most_s: float) -> None:
     story = Story((SPOT, FIXED))
     state = replace(story.state, spends_slack=flag)
     for _ in range(8):
-        state = hazard.refused(state, "spot", "r", reason="none", at_s=0.0)
-        state = hazard.refused(state, "fixed", "r", reason="none", at_s=0.0)
+        state = hazard.refused(state, RequestFailed("spot", "r", "none"), at_s=0.0)
+        state = hazard.refused(state, RequestFailed("fixed", "r", "none"), at_s=0.0)
     assert state.backoff["spot"].wait_s == most_s and state.backoff["fixed"].wait_s == 600.0
 
 

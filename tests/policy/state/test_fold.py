@@ -29,6 +29,7 @@ from elastic.types import (
     Notice,
     NoticeWithdrawn,
     PlanEntered,
+    PriceSeen,
     Quiesced,
     RequestFailed,
     Silent,
@@ -298,6 +299,19 @@ def test_a_new_driver_that_does_not_attach_keeps_the_bill_and_the_generations() 
     )
     assert (state.epoch, state.phase, state.nodes, state.saved_step) == (2, "waiting", {}, 40)
     assert state.generation == 2 and state.usd == story.state.usd
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_steps_took_is_known_to_the_next_driver_whatever_a_node_costs_now(keeps: bool) -> None:
+    story = Story()
+    story.running("a", "b", steps=3)
+    story.tick(PriceSeen("spot", 1.25))
+    start = replace(story.start, epoch=2, keeps_measured=keeps)
+    state = fold(story.state, start, story.now_s + 5)
+    assert state.pools == (SPOT,) and story.state.measured
+    assert state.measured == (story.state.measured if keeps else ())
+    other = replace(start, pools=(replace(SPOT, gpus_per_node=2),))
+    assert fold(story.state, other, story.now_s + 5).measured == ()
 
 
 def attached_at(story: Story, at_s: float, paid_until_s: float | None) -> State:

@@ -1,0 +1,41 @@
+"""Layouts that did not fit into the memory of some GPUs, and others that have more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.policy.story import Story, stopped
+
+from elastic.types import Pool, Quiesced, WorkerFailed, WorkerId
+
+
+@pytest.mark.parametrize("larger", [True, False])
+def test_a_layout_that_did_not_fit_is_tried_where_a_gpu_has_more_memory(larger: bool) -> None:
+    """A node of such GPUs is asked for although one with all workers of the job is there."""
+    small, large = (
+        Pool(name, "A100", 8, market, 1.0, 0, n, memory_bytes_per_gpu=gib << 30)
+        for name, market, n, gib in (("spot", "spot", 1, 40), ("large", "on-demand", 2, 80))
+    )
+    story = Story((small, large), layout="dp_shard=8", global_batch=16)
+    story.state = replace(story.state, tries_larger=larger)
+    plan = story.running("a", gpus=8)
+    failed = WorkerFailed(WorkerId("a", 0), plan.generation, "out_of_memory", "none", 39 << 30)
+    story.tick(failed)
+    for k in range(8):
+        story.tick(Quiesced(WorkerId("a", k), plan.generation, 0))
+    if not larger:
+        assert stopped(story).outcome == "failed"
+        return
+    assert story.state.infeasible_on == {plan.layout: 40 << 30}
+    assert story.state.phase == "waiting" and "large" in {
+        one.pool for one in story.state.requests.values()
+    }
+    story.nodes("b", pool="large", gpus=8)
+    again = story.entered()
+    assert again.layout == plan.layout and again.nodes == ("b",)
+    failed = WorkerFailed(WorkerId("b", 0), again.generation, "out_of_memory", "none", 79 << 30)
+    story.tick(failed)
+    for k in range(8):
+        story.tick(Quiesced(WorkerId("b", k), again.generation, 0))
+    assert "did not fit (79.00 GiB measured)" in stopped(story).reason
