@@ -267,6 +267,7 @@ class AutoscalerNodes(ClusterNodes):
                 why = self._why_failed(asked, report, impossible, failed=failed, late=late)
             if why:
                 why += self._kept_out(asked.pool, alive, time.monotonic())
+                why += self._of_no_pool(alive.values())
                 events.append(RequestFailed(asked.pool, asked.request_id, why))
                 asked.told = True
             if asked.told:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +18,13 @@ from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible
 from elastic.cluster.ray import processes
 from elastic.text import duration, n_of
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
-from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
+from elastic.types.nouns import (
+    ACCELERATOR_LABEL,
+    GROUP_LABEL,
+    MARKET_LABEL,
+    POOL_LABEL,
+    POOL_LABELS,
+)
 
 NODE_LABEL = "elastic-node"
 HEAD = "node:__internal_head__"  # a resource of the head alone
@@ -190,10 +196,10 @@ class ClusterNodes:
     later, up to `max_nodes`.
 
     A node belongs to the pool that its label elastic-pool, pool or ray.io/node-group names; else to
-    the first pool of its market type and accelerator type. Released nodes stay in the cluster and
-    come back when they are requested again, unless they are about to be taken; quarantined ones
-    after their time, and after all others. `spared`: a drill takes the workers of a node and leaves
-    the node itself alone.
+    the first pool of its market type and accelerator type (see pool_of). Released nodes stay in the
+    cluster and come back when they are requested again, unless they are about to be taken;
+    quarantined ones after their time, and after all others. `spared`: a drill takes the workers of
+    a node and leaves the node itself alone.
     """
 
     pools: Sequence[Pool]
@@ -228,8 +234,9 @@ class ClusterNodes:
             for ray_id, until_s in self._out_until_s.items()
             if ray_id in alive or now_s < until_s
         }
+        groups = groups_of(alive.values())
         for found in sorted(alive.values(), key=self._later):
-            pool = None if found.ray_id in ours else pool_of(found, self.pools)
+            pool = None if found.ray_id in ours else pool_of(found, self.pools, groups)
             if pool is None or self._used(pool.name) >= self._capacity[pool.name]:
                 continue
             if now_s < self._out_until_s.get(found.ray_id, now_s):
@@ -258,24 +265,23 @@ class ClusterNodes:
     def _kept_out(self, pool: str, alive: Mapping[str, RayNode], now_s: float) -> str:
         """Living nodes of the pool that are quarantined still; '' = none are."""
         there = [(until_s, alive.get(ray_id)) for ray_id, until_s in self._out_until_s.items()]
+        groups = groups_of(alive.values())
         rest = [
             until_s - now_s
             for until_s, found in there
             if found is not None
             and now_s < until_s
-            and (of := pool_of(found, self.pools)) is not None
+            and (of := pool_of(found, self.pools, groups)) is not None
             and of.name == pool
         ]
         first = f", the first one for another {duration(min(rest))}" if rest else ""
         return f"; {n_of(len(rest), 'node')} of it quarantined{first}" if rest else ""
 
-    def _of_no_pool(self, alive: Iterable[RayNode]) -> str:
+    def _of_no_pool(self, alive: Collection[RayNode]) -> str:
         """Living nodes that cannot be used, which is said once of each; '' = there are none."""
-        others = [
-            node
-            for node in alive
-            if not node.head and node.ray_id not in self._told and pool_of(node, self.pools) is None
-        ]
+        groups = groups_of(alive)
+        new = [node for node in alive if not node.head and node.ray_id not in self._told]
+        others = [node for node in new if pool_of(node, self.pools, groups) is None]
         self._told |= {node.ray_id for node in others}
         shown = [described(node) for node in others[:SHOWN_MOST]]
         more = [f"{len(others) - SHOWN_MOST} more"] if len(others) > SHOWN_MOST else []
@@ -322,12 +328,25 @@ class ClusterNodes:
         """They are the cluster's."""
 
 
-def pool_of(found: RayNode, pools: Iterable[Pool]) -> Pool | None:
+def groups_of(nodes: Iterable[RayNode]) -> dict[str, str]:
+    """Ray's node groups of living nodes, as `pool_of` takes them."""
+    found = [node.labels.get(GROUP_LABEL, "") for node in nodes]
+    return {group: group for group in found if group}
+
+
+def pool_of(found: RayNode, pools: Collection[Pool], groups: Mapping[str, str] = {}) -> Pool | None:
     """The pool that a node counts to; None = not for us. Ray labels a node by its GPUs; with them
-    it is one of CPUs where no pool is of GPUs like these."""
+    it is one of CPUs where no pool is of GPUs like these. `groups`: by pool the node group of Ray
+    that is its own, where that is known. A node of a group that is no pool's counts by its market
+    and GPUs to those without one; a head of that kind to none."""
     fitting = [pool for pool in pools if workers_of(found, pool) > 0]
     if named := pool_name(found.labels):
-        return next((pool for pool in fitting if pool.name == named), None)
+        called = [pool for pool in pools if named in (pool.name, groups.get(pool.name))]
+        called.sort(key=lambda pool: pool.name != named)
+        by_group = found.labels.keys() & {*POOL_LABELS} == {GROUP_LABEL}
+        if called or found.head or not by_group:
+            return next((pool for pool in called if pool in fitting), None)
+        fitting = [pool for pool in fitting if pool.name not in groups]
     market, kind = found.labels.get(MARKET_LABEL), found.labels.get(ACCELERATOR_LABEL)
     fitting = [
         pool

@@ -28,6 +28,7 @@ def autoscaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Autoscaled]
         "drought_then_on_demand",
         "no_more_than_asked",
         "done_and_cleared",
+        "pool_of_another_name",
         "killed_driver",
     ],
 )

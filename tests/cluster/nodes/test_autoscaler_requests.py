@@ -57,6 +57,22 @@ def test_an_instance_that_is_replaced_gives_the_next_one_its_time(
     )
 
 
+def test_a_node_that_joined_and_fits_no_pool_is_named_where_nothing_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    nodes, there = (
+        nodes_of({"now": AutoscalerReport()}),
+        replace(node_of("a"), labels={"pool": "b"}),
+    )
+    nodes.request("spot", 1, "r1")
+    clock.now_s += 181
+    (failed,) = nodes.news({"a": there})
+    assert isinstance(failed, RequestFailed) and failed.reason == (
+        "no capacity: no answer within 180 s; of no pool: 10.0.0.1 (8 CPUs, pool=b)"
+    )
+
+
 def test_one_that_never_joins_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, reports = Clock(monkeypatch), {"now": AutoscalerReport(coming={"spot": 1})}
     nodes = nodes_of(reports)

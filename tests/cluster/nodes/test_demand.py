@@ -364,6 +364,30 @@ def test_a_bundle_fills_a_node_of_its_type() -> None:
     assert dict(any_gpu.selector) == {"ray.io/market-type": "spot"}, "no node is labeled GPU"
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["ray up", "KubeRay"])
+def test_a_node_that_was_asked_for_counts_to_its_pool_whatever_its_type_is_called(
+    known: bool,
+) -> None:
+    """Else it is bought, belongs to nobody, and another one is asked for."""
+    other, owned = replace(SPOT, name="other"), Pool("mine", "A100", 8, "owned", max_nodes=1)
+    agent = Stuck(0.0)
+    agent._types = {"big": BIG} if known else None
+    assert isinstance(bundle_of(other, agent._types), ResourceBundle)
+    joined = RayNode("r1", "10.0.0.1", 1, {**LABELS, "ray.io/node-group": "big"}, 96, 8, False)
+    strange = replace(joined, ray_id="r2", labels={**joined.labels, "ray.io/node-group": "huge"})
+
+    def pools(*told: Pool) -> dict[str, str]:
+        agent.order(replace(ORDER, pools=told, waits={told[0].name: 1}))
+        seen = agent._seen([joined, strange], {})
+        return {ray_id: node.pool for ray_id, node in seen.items()}
+
+    of_huge = {} if known else {"r2": "other"}
+    assert pools(other, owned) == {"r1": "other"} | of_huge, "of a type that is not its own: no"
+    big = replace(SPOT, name="big")
+    assert pools(big) == {"r1": "big"} | of_huge, "the run that was here before has it no more"
+    assert pools(other, big)["r1"] == "big"
+
+
 def test_what_cannot_be_asked_for_is_said() -> None:
     text = bundle_of(SAFE, {"big": BIG})
     assert isinstance(text, str) and "named or labeled 'safe'" in text and "big" in text

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,15 @@ class Stagehand:
     folder: Path
     open: list[Any] = field(default_factory=list)
 
-    def stage(self, name: str, lease_s: float = 900.0) -> Stage:
+    def stage(self, name: str, lease_s: float = 900.0, **more: Any) -> Stage:
+        """`more`: of its RayRun."""
         uri = self.folder / name
         uri.mkdir(exist_ok=True)
-        job, pools = {"orphan_lease_s": lease_s}, (SPOT, SAFE)
-        fake = {"session": FAKE, "python_path": (str(TESTS),)}
-        run = RayRun(name, str(uri), job, pools, address=ADDRESS, **fake)  # type: ignore[arg-type]
-        return Stage(RayBackend(run))
+        given = {
+            "job": {"orphan_lease_s": lease_s}, "pools": (SPOT, SAFE), "address": ADDRESS,
+            "session": FAKE, "python_path": (str(TESTS),), **more,
+        }  # fmt: skip
+        return Stage(RayBackend(RayRun(name, str(uri), **given)))
 
     def nodes(self) -> dict[str, str]:
         """What the provider has, and somebody pays for."""
@@ -184,6 +186,15 @@ def done_and_cleared(hand: Stagehand) -> None:
     print(f"the run's end to nothing left: {time.monotonic() - began_s:.1f} s", file=sys.stderr)
 
 
+def pool_of_another_name(hand: Stagehand) -> None:
+    """A node of the only type of its market is the pool's, whatever the type is called."""
+    on = hand.stage("named", pools=(replace(SPOT, name="cheap"),))
+    asked(on, "cheap", 1, 1)
+    assert on.wait(NodeReady).node.pool == "cheap"
+    over(on)
+    until(hand.nothing_left, "nothing is left", 180)
+
+
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -225,5 +236,5 @@ def killed_driver(hand: Stagehand) -> None:
 SCENES: dict[str, Callable[[Stagehand], None]] = {
     "given_and_given_back": given_and_given_back, "drought_then_on_demand": drought_then_on_demand,
     "no_more_than_asked": no_more_than_asked, "done_and_cleared": done_and_cleared,
-    "killed_driver": killed_driver,
+    "pool_of_another_name": pool_of_another_name, "killed_driver": killed_driver,
 }  # fmt: skip
