@@ -94,6 +94,7 @@ class RayBackend(HostingBackend):
     provider: NodeProvider = field(init=False)
     _loads: dict[str, NodeLoadSeen] = field(init=False, default_factory=dict)  # of each the newest
     _stopped: bool = field(init=False, default=False)  # a Stop is carried out
+    _group_broke: bool = field(init=False, default=False)  # as ranks say in this round
 
     def __post_init__(self) -> None:
         threading.Thread(
@@ -273,6 +274,9 @@ class RayBackend(HostingBackend):
             0.0 if events else self._pacing.wait_s(self.now_s(), until_s, expected)
         ):
             events += self._heard(answer) if isinstance(answer, PollAnswer) else self._broke(answer)
+        if self._group_broke and self._plan is not None:
+            self._suspect(self._plan.nodes)
+        self._group_broke = False
         events += self._arrivals()
         events += self._losses()
         events += self.copies.news()
@@ -317,8 +321,8 @@ class RayBackend(HostingBackend):
         if isinstance(event, GroupsFormed) and event.error:
             self.stores.not_formed()
         if isinstance(event, WorkerFailed):
-            if event.kind in ("collective", "mismatch", "program") and self._plan is not None:
-                self._suspect(self._plan.nodes)
+            # each rank of a group says so, at the same time
+            self._group_broke |= event.kind in ("collective", "mismatch", "program")
             if event.do == "retry":  # another process does; this one cannot use its GPU
                 self._end([event.worker])
         return []
