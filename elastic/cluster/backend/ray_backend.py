@@ -1,7 +1,7 @@
 """The Backend on Ray: carries out actions on actors and nodes, and turns what they say into events.
 
 Everything happens in `poll` and `execute`, in the driver's thread. Beside it run only: the survey
-of the nodes, the lease, and the start of actors.
+of the nodes, the lease, the start of actors, and signals to other hosts.
 """
 
 from __future__ import annotations
@@ -442,7 +442,7 @@ class RayBackend(HostingBackend):
         if node_id not in self.nodes:
             return []
         workers = self.worker_group.workers(node_id)
-        self._end_workers(node_id)
+        self._end(workers, gone=True)
         self.provider.lost(node_id)
         self._forget(node_id)
         failed = [
@@ -499,11 +499,11 @@ class RayBackend(HostingBackend):
     def _end_workers(self, node_id: str) -> None:
         self._end(self.worker_group.workers(node_id))
 
-    def _end(self, workers: Sequence[WorkerId]) -> None:
-        """Kills the processes and forgets them; no event comes of it."""
+    def _end(self, workers: Sequence[WorkerId], *, gone: bool = False) -> None:
+        """Kills the processes and forgets them; no event comes of it. `gone`: with their node."""
         if workers:
             self._check_successor()  # no epoch holds a signal back
-        self.worker_group.end(workers)
+        self.worker_group.end(workers, gone=gone)
         for worker in workers:
             self.liveness.forget(worker)
             self.gather.forget(worker.node_id)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic import catalog
@@ -25,6 +29,8 @@ from elastic.types.nouns import (
     POOL_LABEL,
     POOL_LABELS,
 )
+
+log = logging.getLogger(__name__)
 
 NODE_LABEL = "elastic-node"
 HEAD = "node:__internal_head__"  # a resource of the head alone
@@ -312,7 +318,7 @@ class ClusterNodes:
     def kill(self, node_id: str, pids: Sequence[int]) -> None:
         ray_id = self.ray_id(node_id)
         if ray_id is not None:
-            signal_there(ray_id, pids, signal.SIGKILL, raylet=not self.spared)
+            signal_there({ray_id: pids}, signal.SIGKILL, raylet=not self.spared)
 
     def lost(self, node_id: str) -> None:
         _, ray_id = self._ours.pop(node_id, ("", ""))
@@ -413,14 +419,35 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def signal_there(ray_id: str, pids: Sequence[int], number: int, *, raylet: bool = False) -> Any:
-    """Sends a signal to processes of another node (and to its raylet), through a task that runs
-    there."""
-    where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
-    task: Any = ray.remote(_signal)
-    return task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(
-        list(pids), int(number), raylet
+def signal_there(
+    pids: Mapping[str, Sequence[int]], number: int, *, raylet: bool = False
+) -> threading.Thread:
+    """Sends a signal to processes of other nodes, by Ray id (and to their raylets), through a task
+    on each, in the background: where the head does not answer, Ray waits for it."""
+    sends = threading.Thread(
+        target=_send_there, args=(pids, number, raylet), name="signal", daemon=True
     )
+    sends.start()
+    return sends
+
+
+def _send_there(pids: Mapping[str, Sequence[int]], number: int, raylet: bool) -> None:
+    for ray_id, there in pids.items():
+        if not ray.is_initialized():
+            return  # this driver has gone; Ray would start a cluster of its own
+        where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
+        try:
+            _signal_task().options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(
+                list(there), int(number), raylet
+            )
+        except (RayError, OSError, RuntimeError, ValueError) as error:
+            log.warning("no signal could be sent to node %s: %s", ray_id[:8], error)
+
+
+@cache
+def _signal_task() -> Any:
+    """One for all calls: the head keeps each that is made until its job ends."""
+    return ray.remote(_signal)
 
 
 def _signal(pids: Sequence[int], number: int, raylet: bool) -> None:
