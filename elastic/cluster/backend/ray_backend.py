@@ -131,7 +131,10 @@ class RayBackend(HostingBackend):
         self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)
         # so long workers wait for a driver that does not speak to them
         self.survey = Survey(AWAY_MOST_S if outlives else 0.0, job.orphan_lease_s)
-        demand = DemandReport(run.namespace, run.epoch, run.pools, job.orphan_lease_s)
+        self.before = Attached(run, self.worker_group, outlives)
+        demand = DemandReport(
+            run.namespace, run.epoch, run.pools, job.orphan_lease_s, adopted=self.before.places
+        )
         self.provider = (
             EmbeddedNodes(self.cluster, run.pools)
             if self.cluster
@@ -142,7 +145,6 @@ class RayBackend(HostingBackend):
             schedule, self.provider, self.worker_group, self.nodes, run.pools,
             own_code=not job.restarted
         )  # fmt: skip
-        self.before = Attached(run, self.worker_group, outlives)
         for plan in self.before.plans:
             self.gather.expect(plan)
             self._plan = plan
@@ -420,7 +422,6 @@ class RayBackend(HostingBackend):
             return [event]
         node = event.node
         self.nodes[node.node_id] = node
-        self.worker_group.at(node.node_id, self.provider.ray_id(node.node_id) or "")
         events: list[Event] = [event]
         for worker_info in self.before.take(node.node_id):
             self.entrance.training = True

@@ -70,7 +70,7 @@ class AutoscalerClient:
             ray.kill(self._agent)
             return
         self._speak()
-        self._order = replace(order, fresh=False)
+        self._order = replace(order, fresh=False, adopted={})
         self._thread.start()
 
     def tell(

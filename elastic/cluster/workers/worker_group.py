@@ -175,7 +175,10 @@ class WorkerGroup:
     def _start(
         self, me: WorkerId, placement: Placement, incarnation: int, *, first: WorkerOrder
     ) -> None:
-        setup = replace(self.setup, me=me, incarnation=incarnation, pool=placement.pool)
+        setup = replace(
+            self.setup, me=me, incarnation=incarnation, pool=placement.pool,
+            ray_id=placement.ray_id,
+        )  # fmt: skip
         need: dict[str, Any] = (
             {"num_cpus": 0, "num_gpus": 1} if placement.on_gpu else {"num_cpus": 1}
         )
@@ -233,7 +236,8 @@ class WorkerGroup:
                 kill(actor)
         for me, (info, actor) in newest.items():
             self._incarnations[me] = info.incarnation
-            member = _Member(actor, "", info.incarnation, pid=info.pid, generation=info.generation)
+            member = _Member(actor, info.ray_id, info.incarnation)
+            member.pid, member.generation = info.pid, info.generation
             self._join(me, member)
         return [info for info, _ in newest.values()]
 
@@ -270,11 +274,6 @@ class WorkerGroup:
                 if isinstance(error, SpecError):
                     raise
         return found
-
-    def at(self, node_id: str, ray_id: str) -> None:
-        """Where a node's adopted workers stand."""
-        for worker in self.workers(node_id):
-            self._members[worker].ray_id = ray_id
 
     # ----------------------------------------------------------------------------------- partitions
 

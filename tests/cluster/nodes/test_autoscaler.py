@@ -29,6 +29,7 @@ def autoscaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Autoscaled]
         "no_more_than_asked",
         "done_and_cleared",
         "pool_of_another_name",
+        "attached_after_the_watcher_died",
         "killed_driver",
     ],
 )

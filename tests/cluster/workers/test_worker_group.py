@@ -262,7 +262,9 @@ def test_workers_of_another_version_are_replaced_and_that_is_said(
     ours = versions()
     said = {"same": ours, "other": ours | {"elastic": "0.0.9"}, "silent": {}}
     actors = {
-        name: Found(WorkerInfo(WorkerId(name, 0), 1, "spot", 10, True, 1, tuple(known.items())))
+        name: Found(
+            WorkerInfo(WorkerId(name, 0), 1, "spot", 10, True, 1, tuple(known.items()), "ff")
+        )
         for name, known in said.items()
     }
     killed: list[Any] = []
@@ -280,6 +282,7 @@ def test_workers_of_another_version_are_replaced_and_that_is_said(
         "same"
     ] and worker_group.workers() == [WorkerId("same", 0)]
     assert killed == [actors["other"], actors["silent"]]
+    assert worker_group._members[WorkerId("same", 0)].ray_id == "ff", "where it is sent signals"
     assert (
         worker_group.outdated[WorkerId("other", 0)]
         == f"elastic 0.0.9 (the run has {ours['elastic']})"

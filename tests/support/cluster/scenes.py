@@ -27,8 +27,10 @@ from elastic.cluster.ray import _ray_private
 from elastic.types import (
     EnterPlan,
     NodeLost,
+    NodePrepared,
     NodeReady,
     Pool,
+    Prepare,
     ReleaseNode,
     RequestFailed,
     RequestNodes,
@@ -105,8 +107,6 @@ def over(on: Stage) -> None:
 def given_and_given_back(hand: Stagehand) -> None:
     """A node comes, works, and its meter stops within seconds after it was released; nothing else
     was ever launched."""
-    from elastic.types import NodePrepared, Prepare
-
     on = hand.stage("first")
     assert type(on.backend.provider).__name__ == "AutoscalerNodes"
     asked(on, "spot", 1, 1)
@@ -195,6 +195,27 @@ def pool_of_another_name(hand: Stagehand) -> None:
     until(hand.nothing_left, "nothing is left", 180)
 
 
+def attached_after_the_watcher_died(hand: Stagehand) -> None:
+    """It has forgotten whose the nodes are; the workers know where they are, and train on."""
+    on = hand.stage("fourth")
+    asked(on, "spot", 1, 1)
+    node = on.wait(NodeReady).node
+    on.backend.execute(Prepare(node.node_id))
+    on.wait(NodePrepared)
+    worker, plans = WorkerId(node.node_id, 0), (plan(1, [WorkerId(node.node_id, 0)]),)
+    on.backend.execute(EnterPlan(plans[0]))
+    on.wait(StepDone)
+    pid = on.backend.worker_group.pid(worker)
+    on.backend.close()
+    ray.kill(ray.get_actor(NAME, NAMESPACE), no_restart=False)
+    after = hand.stage("fourth", attach=True, epoch=2, plans=plans)
+    assert after.wait(NodeReady).node.node_id == node.node_id
+    after.wait(lambda event: isinstance(event, StepDone) and event.step > 3)
+    assert after.backend.worker_group.pid(worker) == pid
+    over(after)
+    until(hand.nothing_left, "nothing is left", 180)
+
+
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -202,7 +223,6 @@ sys.path.insert(0, {here!r})
 import ray
 ray.init({address!r}, namespace="elastic-third", log_to_driver=False)
 from support.cluster.scenes import *
-from elastic.types import NodePrepared, Prepare
 on = Stagehand(Path({folder!r})).stage("third", LEASE_S)
 on.backend.execute(RequestNodes("safe", 1, "r1"))
 node = on.wait(NodeReady).node
@@ -236,5 +256,7 @@ def killed_driver(hand: Stagehand) -> None:
 SCENES: dict[str, Callable[[Stagehand], None]] = {
     "given_and_given_back": given_and_given_back, "drought_then_on_demand": drought_then_on_demand,
     "no_more_than_asked": no_more_than_asked, "done_and_cleared": done_and_cleared,
-    "pool_of_another_name": pool_of_another_name, "killed_driver": killed_driver,
+    "pool_of_another_name": pool_of_another_name,
+    "attached_after_the_watcher_died": attached_after_the_watcher_died,
+    "killed_driver": killed_driver,
 }  # fmt: skip
