@@ -59,12 +59,13 @@ class AutoscalerClient:
     """Speaks to the watcher, in a thread of its own. `opened`: there is an autoscaler that starts
     nodes. Raises LostContact where the watcher does not answer."""
 
+    _agent: Any
+
     def __init__(self, order: DemandReport) -> None:
         self._order, self._report = order, AutoscalerReport()
         self._number = self._answered = 0
         self._lock = threading.Lock()
         self._wake, self._done = threading.Event(), threading.Event()
-        self._agent: Any = None
         self.opened = False
         self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
         until_s = time.monotonic() + ANSWER_MOST_S

@@ -188,9 +188,9 @@ def done_and_cleared(hand: Stagehand) -> None:
 
 def pool_of_another_name(hand: Stagehand) -> None:
     """A node of the only type of its market is the pool's, whatever the type is called."""
-    on = hand.stage("named", pools=(replace(SPOT, name="cheap"),))
-    asked(on, "cheap", 1, 1)
-    assert on.wait(NodeReady).node.pool == "cheap"
+    on = hand.stage("named", pools=(replace(SAFE, name="steady"),))
+    asked(on, "steady", 1, 1)
+    assert on.wait(NodeReady).node.pool == "steady"
     over(on)
     until(hand.nothing_left, "nothing is left", 180)
 
@@ -198,7 +198,7 @@ def pool_of_another_name(hand: Stagehand) -> None:
 def attached_after_the_watcher_died(hand: Stagehand) -> None:
     """It has forgotten whose the nodes are; the workers know where they are, and train on."""
     on = hand.stage("fourth")
-    asked(on, "spot", 1, 1)
+    asked(on, "safe", 1, 1)
     node = on.wait(NodeReady).node
     on.backend.execute(Prepare(node.node_id))
     on.wait(NodePrepared)
