@@ -10,6 +10,7 @@
     │   ├── StorageDamaged   it answers with other bytes than were written (exit code 1)
     │   └── StorageFull      nothing more can be written there (exit code 1)
     ├── LostContact      the run continues without this driver, or can: run it again (exit code 4)
+    │   └── DriverCrashed    a fault has ended the driver, and not its run; the traceback says which
     ├── CloudFailed      a cloud's API does not answer, or did not do what it was asked
     ├── InfeasiblePlan   no layout fits the nodes or their memory
     ├── NoCapacity       no pool can give what the job needs
@@ -94,6 +95,11 @@ class LostContact(ElasticError):
     storage was out of reach to the end. To be run again."""
 
     exit_code = 4
+
+
+class DriverCrashed(LostContact):
+    """A fault that nobody thought of, which is its cause, has ended this driver and not its run:
+    the next driver resumes it."""
 
 
 class Interrupted(SystemExit):

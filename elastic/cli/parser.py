@@ -10,10 +10,11 @@ import math
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastic.errors import ElasticError, Interrupted, SpecError, alike, in_one_line
+from elastic.errors import DriverCrashed, ElasticError, Interrupted, SpecError, alike, in_one_line
 from elastic.ledger.run_folder import RunFolder
 from elastic.observe import find_runs
 from elastic.text import printable
@@ -207,6 +208,8 @@ def carry_out(given: argparse.Namespace) -> int:
             )
         return int(given.handler(given))
     except ElasticError as error:
+        if isinstance(error, DriverCrashed):
+            traceback.print_exception(error.__cause__)
         print(f"elastic: {in_one_line(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

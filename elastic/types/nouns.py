@@ -42,8 +42,9 @@ Outcome = Literal["succeeded", "failed", "stopped"]
 MARKET_LABEL, ACCELERATOR_LABEL = "ray.io/market-type", "ray.io/accelerator-type"
 REGION_LABEL, ZONE_LABEL = "ray.io/availability-region", "ray.io/availability-zone"
 POOL_LABEL = "elastic-pool"  # where Ray itself cannot name the pool
+GROUP_LABEL = "ray.io/node-group"  # Ray's own: the node type of `ray up`, the group of KubeRay
 # that name a pool, the first that is there counts
-POOL_LABELS = (POOL_LABEL, "pool", "ray.io/node-group")
+POOL_LABELS = (POOL_LABEL, "pool", GROUP_LABEL)
 
 # ---------------------------------------------------------------------------------- pools and nodes
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from elastic.config.pool_checks import check_budget, check_fit, fed
 from elastic.data.open_datasets import dataset_of
 from elastic.data.streams import N_POSITIONS, SENTENCE
 from elastic.driver import Backend, drive, interruptible, restored, seldom_collected, stopped_by
-from elastic.errors import SpecError, unwritten
+from elastic.errors import DriverCrashed, ElasticError, SpecError, unwritten
 from elastic.ledger.journal import Line
 from elastic.ledger.lease import Lease
 from elastic.ledger.run_folder import JournalCut, RunFolder
@@ -124,6 +124,20 @@ def taken_over(
     return place.without_damage() if options.from_checkpoint else (*place.take_over(), None)
 
 
+@contextmanager
+def resumable(name: str) -> Iterator[None]:
+    """What nobody thought of ends this driver, and not the run. Raises DriverCrashed."""
+    try:
+        yield
+    except (ElasticError, BrokenPipeError):  # whoever read what it prints has had enough
+        raise
+    except Exception as error:
+        raise DriverCrashed(
+            f"the driver of run '{name}' has crashed ({type(error).__name__}: {error}); run it "
+            "again with this --run-name to resume"
+        ) from error
+
+
 class JobRun:
     """One `run()`: what is known about it before the driver starts."""
 
@@ -191,7 +205,8 @@ class JobRun:
             doing = "the model is traced, its layouts are checked"
             with self._phase("the model was traced, its layouts were checked", doing):
                 start = self._start(lease.epoch, before, state, layouts=layouts)
-            with self._phase("Ray was reached", "Ray is started, or reached"):
+            reached = self._phase("Ray was reached", "Ray is started, or reached")
+            with reached, resumable(self.name):
                 backend = self._backend(start, state, cluster, lease=lease)
             stack.callback(backend.close)
             with writable(str(self.place.folder)):
@@ -204,7 +219,8 @@ class JobRun:
             stack.callback(observers.close)  # before what they look at
             self._watch(stack, pages)
             stack.enter_context(seldom_collected())
-            last = drive(backend, journal, start, state=state, found=self._found.damaged)
+            with resumable(self.name):
+                last = drive(backend, journal, start, state=state, found=self._found.damaged)
         return self._result(last)
 
     def _keep_files(self) -> None:

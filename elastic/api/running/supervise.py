@@ -1,9 +1,9 @@
 """`elastic run --supervise`: the driver as a process below this one, started again where that may
 help.
 
-Started again: a driver that was killed, and one that has lost its run or cannot reach its storage
-(exit code 4). What ends a run for good is never covered up: it succeeded, failed, was stopped, or
-its input is wrong.
+Started again: a driver that was killed, and one that has lost its run, cannot reach its storage or
+has crashed (exit code 4). What ends a run for good is never covered up: it succeeded, failed, was
+stopped, or its input is wrong.
 """
 
 from __future__ import annotations

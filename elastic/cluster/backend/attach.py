@@ -30,6 +30,11 @@ class Attached:
         self.found = self.worker_group.plans_after(self._written)
         self.plans = (*self.run.plans, *self.found)
 
+    @property
+    def places(self) -> dict[str, str]:
+        """Ray id -> pool of the nodes on which workers were found."""
+        return {info.ray_id: info.pool for info in self._worker_infos if info.ray_id}
+
     def take(self, node_id: str) -> list[WorkerInfo]:
         """Of the workers on a node that has arrived."""
         found = [info for info in self._worker_infos if info.me.node_id == node_id]

@@ -1,7 +1,7 @@
 """The Backend on Ray: carries out actions on actors and nodes, and turns what they say into events.
 
 Everything happens in `poll` and `execute`, in the driver's thread. Beside it run only: the survey
-of the nodes, the lease, and the start of actors.
+of the nodes, the lease, the start of actors, and signals to other hosts.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class RayBackend(HostingBackend):
     provider: NodeProvider = field(init=False)
     _loads: dict[str, NodeLoadSeen] = field(init=False, default_factory=dict)  # of each the newest
     _stopped: bool = field(init=False, default=False)  # a Stop is carried out
+    _group_broke: bool = field(init=False, default=False)  # as ranks say in this round
 
     def __post_init__(self) -> None:
         threading.Thread(
@@ -130,7 +131,10 @@ class RayBackend(HostingBackend):
         self.cloud_feed = CloudFeed.of(run.pools, embedded=self.cluster is not None)
         # so long workers wait for a driver that does not speak to them
         self.survey = Survey(AWAY_MOST_S if outlives else 0.0, job.orphan_lease_s)
-        demand = DemandReport(run.namespace, run.epoch, run.pools, job.orphan_lease_s)
+        self.before = Attached(run, self.worker_group, outlives)
+        demand = DemandReport(
+            run.namespace, run.epoch, run.pools, job.orphan_lease_s, adopted=self.before.places
+        )
         self.provider = (
             EmbeddedNodes(self.cluster, run.pools)
             if self.cluster
@@ -141,7 +145,6 @@ class RayBackend(HostingBackend):
             schedule, self.provider, self.worker_group, self.nodes, run.pools,
             own_code=not job.restarted
         )  # fmt: skip
-        self.before = Attached(run, self.worker_group, outlives)
         for plan in self.before.plans:
             self.gather.expect(plan)
             self._plan = plan
@@ -273,6 +276,9 @@ class RayBackend(HostingBackend):
             0.0 if events else self._pacing.wait_s(self.now_s(), until_s, expected)
         ):
             events += self._heard(answer) if isinstance(answer, PollAnswer) else self._broke(answer)
+        if self._group_broke and self._plan is not None:
+            self._suspect(self._plan.nodes)
+        self._group_broke = False
         events += self._arrivals()
         events += self._losses()
         events += self.copies.news()
@@ -317,8 +323,8 @@ class RayBackend(HostingBackend):
         if isinstance(event, GroupsFormed) and event.error:
             self.stores.not_formed()
         if isinstance(event, WorkerFailed):
-            if event.kind in ("collective", "mismatch", "program") and self._plan is not None:
-                self._suspect(self._plan.nodes)
+            # each rank of a group says so, at the same time
+            self._group_broke |= event.kind in ("collective", "mismatch", "program")
             if event.do == "retry":  # another process does; this one cannot use its GPU
                 self._end([event.worker])
         return []
@@ -416,7 +422,6 @@ class RayBackend(HostingBackend):
             return [event]
         node = event.node
         self.nodes[node.node_id] = node
-        self.worker_group.at(node.node_id, self.provider.ray_id(node.node_id) or "")
         events: list[Event] = [event]
         for worker_info in self.before.take(node.node_id):
             self.entrance.training = True
@@ -438,7 +443,7 @@ class RayBackend(HostingBackend):
         if node_id not in self.nodes:
             return []
         workers = self.worker_group.workers(node_id)
-        self._end_workers(node_id)
+        self._end(workers, gone=True)
         self.provider.lost(node_id)
         self._forget(node_id)
         failed = [
@@ -495,11 +500,11 @@ class RayBackend(HostingBackend):
     def _end_workers(self, node_id: str) -> None:
         self._end(self.worker_group.workers(node_id))
 
-    def _end(self, workers: Sequence[WorkerId]) -> None:
-        """Kills the processes and forgets them; no event comes of it."""
+    def _end(self, workers: Sequence[WorkerId], *, gone: bool = False) -> None:
+        """Kills the processes and forgets them; no event comes of it. `gone`: with their node."""
         if workers:
             self._check_successor()  # no epoch holds a signal back
-        self.worker_group.end(workers)
+        self.worker_group.end(workers, gone=gone)
         for worker in workers:
             self.liveness.forget(worker)
             self.gather.forget(worker.node_id)

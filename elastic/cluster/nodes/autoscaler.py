@@ -29,6 +29,7 @@ from elastic.cluster.nodes.autoscaler_agent import (
 from elastic.cluster.nodes.demand import TAKE_OVER_S, DemandReport
 from elastic.cluster.nodes.providers import ClusterNodes, NodeProvider, RayNode, living
 from elastic.cluster.ray import _ray_private
+from elastic.errors import LostContact
 from elastic.types import Event, InstancesSeen, RequestFailed
 from elastic.worker.hosting.thread_boundary import ThreadBoundary
 
@@ -56,22 +57,42 @@ def provider_for(order: DemandReport, take_over: bool, spared: bool) -> NodeProv
 
 class AutoscalerClient:
     """Speaks to the watcher, in a thread of its own. `opened`: there is an autoscaler that starts
-    nodes."""
+    nodes. Raises LostContact where the watcher does not answer."""
+
+    _agent: Any
 
     def __init__(self, order: DemandReport) -> None:
         self._order, self._report = order, AutoscalerReport()
         self._number = self._answered = 0
         self._lock = threading.Lock()
         self._wake, self._done = threading.Event(), threading.Event()
-        self._agent = autoscaler_agent(order.lease_s)
+        self.opened = False
         self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
-        self.opened = bool(ray.get(self._agent.serves.remote(), timeout=ANSWER_MOST_S))
+        until_s = time.monotonic() + ANSWER_MOST_S
+        while not self._reached(last=time.monotonic() >= until_s):
+            self._done.wait(SPEAK_S)
         if not self.opened:
             ray.kill(self._agent)
             return
-        self._speak()
-        self._order = replace(order, fresh=False)
+        self._order = replace(order, fresh=False, adopted={})
         self._thread.start()
+
+    def _reached(self, last: bool) -> bool:
+        """False: its process has just ended, as where it is replaced; another one is asked.
+        `last`: nothing is tried again."""
+        try:
+            self._agent = autoscaler_agent(self._order.lease_s)
+            self.opened = bool(ray.get(self._agent.serves.remote(), timeout=ANSWER_MOST_S))
+            if self.opened:
+                self._speak()
+        except (RayError, ValueError) as error:
+            if last or isinstance(error, TimeoutError):
+                said = str(error).strip().partition("\n")[0]
+                raise LostContact(
+                    f"the autoscaler's watcher on the head does not answer ({said}); run it again"
+                ) from error
+            return False
+        return True
 
     def tell(
         self,
@@ -270,6 +291,7 @@ class AutoscalerNodes(ClusterNodes):
                 why = f"{gone} of its nodes that were starting did not join"
             if why:
                 why += self._kept_out(asked.pool, alive, time.monotonic())
+                why += self._of_no_pool(alive.values())
                 asked.missing, asked.short, asked.told = 0 if late else starting, 0, True
                 events.append(RequestFailed(asked.pool, asked.request_id, why, asked.missing))
             if asked.missing + asked.short <= 0:

@@ -31,7 +31,7 @@ from elastic.cluster.nodes.node_types import (
     read_types,
     type_of,
 )
-from elastic.cluster.nodes.providers import RayNode, living, pool_of
+from elastic.cluster.nodes.providers import RayNode, groups_of, living, pool_of
 from elastic.cluster.ray import _ray_private
 from elastic.cluster.ray.actors import end_actors
 from elastic.types import Pool
@@ -202,8 +202,15 @@ class AutoscalerAgent:
         self._maybe_leave(now_s)
 
     def _seen(self, nodes: list[RayNode], draining: Mapping[str, float]) -> dict[str, SeenNode]:
+        """A node is first of a pool that a run has now: runs may call the same type differently."""
+        known = {name: self._type_name(pool) for name, pool in self._pools.items()}
+        groups = groups_of(nodes) if self._types is None else known
+        now = {pool.name for run in self._demand.runs.values() for pool in run.order.pools}
+        parts = [[p for p in self._pools.values() if (p.name in now) is so] for so in (True, False)]
         found = {
-            node.ray_id: pool_of(node, self._pools.values()) for node in nodes if not node.head
+            node.ray_id: pool_of(node, parts[0], groups) or pool_of(node, parts[1], groups)
+            for node in nodes
+            if not node.head
         }
         return {
             ray_id: SeenNode(pool.name, ray_id in draining)

@@ -41,7 +41,8 @@ class DemandReport:
     """What a driver says every second. `namespace`: Ray's, which stands for the run. `waits`: nodes
     of each pool that are still to come. `held`: Ray ids of those it has, `dropped`: of those it
     wants no more, `out`: of those that it is not given, should the cluster keep them. `fresh`: the
-    first of a driver that takes nothing over."""
+    first of a driver that takes nothing over; of one that does `adopted` says by Ray id where it
+    found workers, and of which pool: who gave them these nodes may have forgotten it."""
 
     namespace: str
     epoch: int
@@ -52,6 +53,7 @@ class DemandReport:
     dropped: frozenset[str] = frozenset()
     fresh: bool = False
     out: frozenset[str] = frozenset()
+    adopted: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ class Demand:
         others = {node for other in self.runs.values() if other is not run for node in other.given}
         mine = {node for node in gone if node in run.given or node in order.dropped}
         self._leave(mine - others, now_s)
-        run.given = {node: pool for node, pool in run.given.items() if node not in gone}
+        taken = gone | others | set(self.leaving)
+        adopted = {node: pool for node, pool in order.adopted.items() if node not in taken}
+        run.given = {node: pool for node, pool in run.given.items() if node not in gone} | adopted
         return True
 
     def end(self, name: str, epoch: int, now_s: float) -> None:

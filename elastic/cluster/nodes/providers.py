@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic import catalog
@@ -18,7 +22,15 @@ from elastic.cluster.local.local_cluster import LocalCluster, NodeOrder, visible
 from elastic.cluster.ray import processes
 from elastic.text import duration, n_of
 from elastic.types import Event, Node, NodeReady, Pool, RequestFailed
-from elastic.types.nouns import ACCELERATOR_LABEL, MARKET_LABEL, POOL_LABEL, POOL_LABELS
+from elastic.types.nouns import (
+    ACCELERATOR_LABEL,
+    GROUP_LABEL,
+    MARKET_LABEL,
+    POOL_LABEL,
+    POOL_LABELS,
+)
+
+log = logging.getLogger(__name__)
 
 NODE_LABEL = "elastic-node"
 HEAD = "node:__internal_head__"  # a resource of the head alone
@@ -190,10 +202,10 @@ class ClusterNodes:
     later, up to `max_nodes`.
 
     A node belongs to the pool that its label elastic-pool, pool or ray.io/node-group names; else to
-    the first pool of its market type and accelerator type. Released nodes stay in the cluster and
-    come back when they are requested again, unless they are about to be taken; quarantined ones
-    after their time, and after all others. `spared`: a drill takes the workers of a node and leaves
-    the node itself alone.
+    the first pool of its market type and accelerator type (see pool_of). Released nodes stay in the
+    cluster and come back when they are requested again, unless they are about to be taken;
+    quarantined ones after their time, and after all others. `spared`: a drill takes the workers of
+    a node and leaves the node itself alone.
     """
 
     pools: Sequence[Pool]
@@ -228,8 +240,9 @@ class ClusterNodes:
             for ray_id, until_s in self._out_until_s.items()
             if ray_id in alive or now_s < until_s
         }
+        groups = groups_of(alive.values())
         for found in sorted(alive.values(), key=self._later):
-            pool = None if found.ray_id in ours else pool_of(found, self.pools)
+            pool = None if found.ray_id in ours else pool_of(found, self.pools, groups)
             if pool is None or self._used(pool.name) >= self._capacity[pool.name]:
                 continue
             if now_s < self._out_until_s.get(found.ray_id, now_s):
@@ -258,24 +271,23 @@ class ClusterNodes:
     def _kept_out(self, pool: str, alive: Mapping[str, RayNode], now_s: float) -> str:
         """Living nodes of the pool that are quarantined still; '' = none are."""
         there = [(until_s, alive.get(ray_id)) for ray_id, until_s in self._out_until_s.items()]
+        groups = groups_of(alive.values())
         rest = [
             until_s - now_s
             for until_s, found in there
             if found is not None
             and now_s < until_s
-            and (of := pool_of(found, self.pools)) is not None
+            and (of := pool_of(found, self.pools, groups)) is not None
             and of.name == pool
         ]
         first = f", the first one for another {duration(min(rest))}" if rest else ""
         return f"; {n_of(len(rest), 'node')} of it quarantined{first}" if rest else ""
 
-    def _of_no_pool(self, alive: Iterable[RayNode]) -> str:
+    def _of_no_pool(self, alive: Collection[RayNode]) -> str:
         """Living nodes that cannot be used, which is said once of each; '' = there are none."""
-        others = [
-            node
-            for node in alive
-            if not node.head and node.ray_id not in self._told and pool_of(node, self.pools) is None
-        ]
+        groups = groups_of(alive)
+        new = [node for node in alive if not node.head and node.ray_id not in self._told]
+        others = [node for node in new if pool_of(node, self.pools, groups) is None]
         self._told |= {node.ray_id for node in others}
         shown = [described(node) for node in others[:SHOWN_MOST]]
         more = [f"{len(others) - SHOWN_MOST} more"] if len(others) > SHOWN_MOST else []
@@ -306,7 +318,7 @@ class ClusterNodes:
     def kill(self, node_id: str, pids: Sequence[int]) -> None:
         ray_id = self.ray_id(node_id)
         if ray_id is not None:
-            signal_there(ray_id, pids, signal.SIGKILL, raylet=not self.spared)
+            signal_there({ray_id: pids}, signal.SIGKILL, raylet=not self.spared)
 
     def lost(self, node_id: str) -> None:
         _, ray_id = self._ours.pop(node_id, ("", ""))
@@ -322,12 +334,25 @@ class ClusterNodes:
         """They are the cluster's."""
 
 
-def pool_of(found: RayNode, pools: Iterable[Pool]) -> Pool | None:
+def groups_of(nodes: Iterable[RayNode]) -> dict[str, str]:
+    """Ray's node groups of living nodes, as `pool_of` takes them."""
+    found = [node.labels.get(GROUP_LABEL, "") for node in nodes]
+    return {group: group for group in found if group}
+
+
+def pool_of(found: RayNode, pools: Collection[Pool], groups: Mapping[str, str] = {}) -> Pool | None:
     """The pool that a node counts to; None = not for us. Ray labels a node by its GPUs; with them
-    it is one of CPUs where no pool is of GPUs like these."""
+    it is one of CPUs where no pool is of GPUs like these. `groups`: by pool the node group of Ray
+    that is its own, where that is known. A node of a group that is no pool's counts by its market
+    and GPUs to those without one; a head of that kind to none."""
     fitting = [pool for pool in pools if workers_of(found, pool) > 0]
     if named := pool_name(found.labels):
-        return next((pool for pool in fitting if pool.name == named), None)
+        called = [pool for pool in pools if named in (pool.name, groups.get(pool.name))]
+        called.sort(key=lambda pool: pool.name != named)
+        by_group = found.labels.keys() & {*POOL_LABELS} == {GROUP_LABEL}
+        if called or found.head or not by_group:
+            return next((pool for pool in called if pool in fitting), None)
+        fitting = [pool for pool in fitting if pool.name not in groups]
     market, kind = found.labels.get(MARKET_LABEL), found.labels.get(ACCELERATOR_LABEL)
     fitting = [
         pool
@@ -394,14 +419,35 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def signal_there(ray_id: str, pids: Sequence[int], number: int, *, raylet: bool = False) -> Any:
-    """Sends a signal to processes of another node (and to its raylet), through a task that runs
-    there."""
-    where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
-    task: Any = ray.remote(_signal)
-    return task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(
-        list(pids), int(number), raylet
+def signal_there(
+    pids: Mapping[str, Sequence[int]], number: int, *, raylet: bool = False
+) -> threading.Thread:
+    """Sends a signal to processes of other nodes, by Ray id (and to their raylets), through a task
+    on each, in the background: where the head does not answer, Ray waits for it."""
+    sends = threading.Thread(
+        target=_send_there, args=(pids, number, raylet), name="signal", daemon=True
     )
+    sends.start()
+    return sends
+
+
+def _send_there(pids: Mapping[str, Sequence[int]], number: int, raylet: bool) -> None:
+    for ray_id, there in pids.items():
+        if not ray.is_initialized():
+            return  # this driver has gone; Ray would start a cluster of its own
+        where = NodeAffinitySchedulingStrategy(ray_id, soft=False)
+        try:
+            _signal_task().options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(
+                list(there), int(number), raylet
+            )
+        except (RayError, OSError, RuntimeError, ValueError) as error:
+            log.warning("no signal could be sent to node %s: %s", ray_id[:8], error)
+
+
+@cache
+def _signal_task() -> Any:
+    """One for all calls: the head keeps each that is made until its job ends."""
+    return ray.remote(_signal)
 
 
 def _signal(pids: Sequence[int], number: int, raylet: bool) -> None:

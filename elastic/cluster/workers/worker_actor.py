@@ -51,7 +51,8 @@ ORPHAN_LEAVE_S = 120.0  # an orphan that has not stopped by then exits as it is
 @dataclass(frozen=True)
 class WorkerSetup:
     """What an actor needs to build its session. `outlives`: the actor is detached and ends itself
-    when orphaned. `logs`: a folder for what it prints; None = where Ray puts it."""
+    when orphaned. `logs`: a folder for what it prints; None = where Ray puts it. `ray_id`: of its
+    node."""
 
     me: WorkerId
     incarnation: int
@@ -65,6 +66,7 @@ class WorkerSetup:
     outlives: bool = False
     logs: str | None = None
     train_function: bytes = b""  # of an ElasticTrainer, instead of the job's script
+    ray_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class WorkerInfo:
     generation: int
     # of what must be the same in all processes of a run; () = an older one's
     versions: tuple[tuple[str, str], ...] = ()
+    ray_id: str = ""  # of its node
 
 
 class Worker:
@@ -122,7 +125,7 @@ class Worker:
         setup = self.setup
         return WorkerInfo(
             setup.me, setup.incarnation, setup.pool, os.getpid(), self.prepared, self.ordered,
-            self.versions,
+            self.versions, setup.ray_id,
         )  # fmt: skip
 
     def newest_plans(self, epoch: int) -> tuple[Plan, ...]:

@@ -45,6 +45,7 @@ ASKED_MOST = 16  # workers: a driver that attaches speaks to all of them
 PASSPORT_MOST_S = 10.0
 STARTERS = 8  # actors that are made at once
 STARTERS_MOST_S = 90.0  # for those that are being made, at the end
+SIGNALS_MOST_S = 10.0  # for those that are being sent, at the end
 TEXT_MOST = 400
 EXIT_DETAIL = "Worker exit detail: "  # behind it Ray says what it knows of a process that is gone
 BROKEN_OFF, EXIT_CODE = "connection error code", re.compile(r"exits with an exit code (\d+)")
@@ -118,6 +119,7 @@ class WorkerGroup:
     _cut: dict[str, float] = field(default_factory=dict)
     # node -> what is done then, in order
     _held: dict[str, list[Callable[[], Any]]] = field(default_factory=dict)
+    _signals: threading.Thread | None = None  # that sends the newest
     _closed: bool = False
 
     # --------------------------------------------------------------------------------- who is there
@@ -173,7 +175,10 @@ class WorkerGroup:
     def _start(
         self, me: WorkerId, placement: Placement, incarnation: int, *, first: WorkerOrder
     ) -> None:
-        setup = replace(self.setup, me=me, incarnation=incarnation, pool=placement.pool)
+        setup = replace(
+            self.setup, me=me, incarnation=incarnation, pool=placement.pool,
+            ray_id=placement.ray_id,
+        )  # fmt: skip
         need: dict[str, Any] = (
             {"num_cpus": 0, "num_gpus": 1} if placement.on_gpu else {"num_cpus": 1}
         )
@@ -231,7 +236,8 @@ class WorkerGroup:
                 kill(actor)
         for me, (info, actor) in newest.items():
             self._incarnations[me] = info.incarnation
-            member = _Member(actor, "", info.incarnation, pid=info.pid, generation=info.generation)
+            member = _Member(actor, info.ray_id, info.incarnation)
+            member.pid, member.generation = info.pid, info.generation
             self._join(me, member)
         return [info for info, _ in newest.values()]
 
@@ -268,11 +274,6 @@ class WorkerGroup:
                 if isinstance(error, SpecError):
                     raise
         return found
-
-    def at(self, node_id: str, ray_id: str) -> None:
-        """Where a node's adopted workers stand."""
-        for worker in self.workers(node_id):
-            self._members[worker].ray_id = ray_id
 
     # ----------------------------------------------------------------------------------- partitions
 
@@ -405,25 +406,27 @@ class WorkerGroup:
 
     def signal(self, workers: Iterable[WorkerId], number: int) -> None:
         """To the processes, wherever they are."""
-        for worker in workers:
-            member = self._members.get(worker)
-            if member is not None:
-                self._signal(member, number)
+        found = [self._members.get(worker) for worker in workers]
+        self._signal([member for member in found if member is not None], number)
 
-    def _signal(self, member: _Member, number: int) -> None:
-        if not member.pid or not (self.local or member.ray_id):
-            return
-        if not self.local:
-            signal_there(member.ray_id, [member.pid], number)
-            return
-        with suppress(ProcessLookupError):
-            os.kill(member.pid, number)
+    def _signal(self, members: Iterable[_Member], number: int) -> None:
+        there: dict[str, list[int]] = {}
+        for member in [member for member in members if member.pid]:
+            if self.local:
+                with suppress(ProcessLookupError):
+                    os.kill(member.pid, number)
+            elif member.ray_id:
+                there.setdefault(member.ray_id, []).append(member.pid)
+        if there:
+            self._signals = signal_there(there, number)
 
-    def end(self, workers: Sequence[WorkerId]) -> None:
-        """Kills the processes, also stopped ones, and forgets them."""
-        self.signal(
-            [worker for worker in workers if worker.node_id not in self._cut], signal.SIGKILL
-        )
+    def end(self, workers: Sequence[WorkerId], *, gone: bool = False) -> None:
+        """Kills the processes, also stopped ones, and forgets them. `gone`: with their nodes;
+        on another host nobody would take a signal."""
+        if self.local or not gone:
+            self.signal(
+                [worker for worker in workers if worker.node_id not in self._cut], signal.SIGKILL
+            )
         for worker in workers:
             member = self._members.get(worker)
             self.forget(worker)
@@ -431,7 +434,7 @@ class WorkerGroup:
                 kill(member.actor)
 
     def _end(self, member: _Member) -> None:
-        self._signal(member, signal.SIGKILL)
+        self._signal([member], signal.SIGKILL)
         kill(member.actor)
 
     def close(self, end: bool, wait: bool = True, own: bool = True) -> None:
@@ -448,6 +451,8 @@ class WorkerGroup:
             thread.join(max(0.0, until_s - time.monotonic()))
         if end:
             self.end(self.workers())
+        if wait and self._signals is not None:
+            self._signals.join(SIGNALS_MOST_S)
 
 
 def _why(error: RayError) -> str:

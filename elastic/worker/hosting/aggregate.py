@@ -27,6 +27,7 @@ from elastic.types import (
 )
 from elastic.worker.program.commit import StepReports
 
+PLANS_KEPT = 16  # newest, whose parts may come
 OPEN_COPIES = 4  # checkpoints whose parts are waited for; of older ones the rest will not come
 ENDED_KEPT = 64  # of which a part may come that is not waited for any more
 # a part is late after 3 x the time that the slowest of the others took
@@ -107,6 +108,8 @@ class Gather:
     def expect(self, plan: Plan) -> None:
         """A plan has been ordered: its workers' parts will come."""
         self.plans[plan.generation] = plan
+        kept = {*sorted(self.plans)[-PLANS_KEPT:], *(generation for generation, _ in self._copies)}
+        self.plans = {number: known for number, known in self.plans.items() if number in kept}
 
     def expect_groups(self, generation: int, port: int, n: int) -> None:
         """So many participants were told to make groups, and meet at this port; what others say of

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from support.waiting import until
 from elastic.api import Options
 from elastic.api.running import supervise
 from elastic.api.running.restarted_script import FILLED, _ScriptRun
+from elastic.api.running.run import JobRun
 from elastic.api.running.supervise import command_of, supervised
 from elastic.cli.command_line import main
+from elastic.cli.parser import carry_out
 from elastic.config.job import job_of
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
 from elastic.policy.pools import pool_allocation
 from elastic.policy.state.fold import State, fold
-from elastic.types import DriverStarted, ModelProfile, Pool, StopAsked
+from elastic.sim.sim_backend import SimBackend
+from elastic.types import DriverStarted, Event, ModelProfile, Pool, StopAsked
 from elastic.types.gates import gates_of
 
 # Ends as the words say, one word for each start: an exit code, or the number of a signal with a
@@ -73,6 +77,36 @@ def test_killed_and_lost_it_is_started_again(tmp_path: Path) -> None:
         "row)"
     )
     assert said[1].startswith("the driver ended with exit code 4; it is started again in 10 s")
+
+
+@pytest.mark.parametrize("where", ["it attaches", "it polls"])
+def test_a_driver_that_crashes_is_one_that_is_started_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """Only a run whose end stands in its journal has ended. The fault is shown all the same."""
+    (folder / "program.py").write_text((PROGRAMS / "tiny.py").read_text())
+    one = prepared(folder, run_name="r", local=True)
+
+    class Faulty(SimBackend):
+        def poll(self, until_s: float | None) -> list[Event]:
+            raise RuntimeError("nobody thought of it")
+
+    def backend(*_: Any, **__: Any) -> SimBackend:
+        if where == "it attaches":
+            raise RuntimeError("nobody thought of it")
+        return Faulty(one.pools, one.spec.job())
+
+    for part in ("_cluster", "_layouts"):
+        monkeypatch.setattr(JobRun, part, lambda *_: None)
+    monkeypatch.setattr(JobRun, "_backend", backend)
+    code = carry_out(Namespace(args=None, handler=lambda given: one.to_the_end()))
+    *_, raised, line = capsys.readouterr().err.splitlines()
+    assert code == 4 and code not in supervise.FINAL
+    assert raised == "RuntimeError: nobody thought of it"
+    assert line == (
+        "elastic: the driver of run 'r' has crashed (RuntimeError: nobody thought of it); run it "
+        "again with this --run-name to resume"
+    )
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ class Group:
     def workers(self, node_id: str = "") -> list[WorkerId]:
         return [WorkerId(node_id, 0)]
 
-    def end(self, workers: list[WorkerId]) -> None:
+    def end(self, workers: list[WorkerId], *, gone: bool = False) -> None:
         self.ended += workers
 
     def replaced(self) -> str:

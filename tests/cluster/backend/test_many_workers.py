@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from elastic.cluster.workers.worker_group import WorkerGroup, _Member
 from elastic.config.drill import Scene, resolve
 from elastic.types import Layout, Plan, Pool, ShardStored, WorkerId
 from elastic.types.grid import replica_key
-from elastic.worker.hosting.aggregate import CheckpointParts, Gather
+from elastic.worker.hosting.aggregate import PLANS_KEPT, CheckpointParts, Gather
 from elastic.worker.hosting.checkpoint_orders import holders_of
 from elastic.worker.hosting.liveness import Liveness
 
@@ -136,6 +137,23 @@ def test_a_worker_group_knows_the_workers_of_a_node_until_they_are_forgotten() -
         ]
     worker_group.forget(WorkerId("n001", 0))
     assert worker_group.workers() == [worker for worker in workers(3) if worker.node_id != "n001"]
+
+
+def test_the_driver_keeps_the_plans_whose_parts_may_still_come() -> None:
+    """A run of months has thousands, each with all its ranks."""
+    whole, order = list[CheckpointParts](), plan(1)
+    gather = Gather(whole.append, lambda node_id: GPUS)
+    gather.expect(order)
+    first, *others = order.ranks
+    gather.add(first, ShardStored(1, 5, 0, 1), 0.0)
+    for number in range(2, 1000):
+        gather.expect(replace(order, generation=number))
+    assert [*gather.plans] == [1, *range(1000 - PLANS_KEPT, 1000)]
+    for rank, worker in enumerate(others, 1):
+        gather.add(worker, ShardStored(1, 5, rank, 1), 1.0)
+    assert [parts.step for parts in whole] == [5], "of the first generation too"
+    gather.expect(replace(order, generation=1000))
+    assert len(gather.plans) == PLANS_KEPT
 
 
 @pytest.mark.parametrize(

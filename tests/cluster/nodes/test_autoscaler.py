@@ -28,6 +28,8 @@ def autoscaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Autoscaled]
         "drought_then_on_demand",
         "no_more_than_asked",
         "done_and_cleared",
+        "pool_of_another_name",
+        "attached_after_the_watcher_died",
         "killed_driver",
     ],
 )

@@ -8,14 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 from support.waiting import until
 
 from elastic.cluster.nodes import autoscaler, providers
-from elastic.cluster.nodes.autoscaler import AutoscalerNodes
+from elastic.cluster.nodes.autoscaler import AutoscalerClient, AutoscalerNodes
 from elastic.cluster.nodes.autoscaler_agent import AutoscalerReport, Drains
 from elastic.cluster.nodes.demand import Demand, DemandReport, SeenNode
 from elastic.cluster.nodes.providers import RayNode
 from elastic.cluster.ray import _ray_private
+from elastic.errors import LostContact
 from elastic.types import InstancesSeen, NodeReady, Pool, RequestFailed
 
 SPOT = Pool("spot", market_type="spot", max_nodes=2)
@@ -39,6 +41,53 @@ def failures(nodes: AutoscalerNodes) -> list[RequestFailed]:
     return [event for event in nodes.news({}) if isinstance(event, RequestFailed)]
 
 
+class Watchers:
+    """What stands for Ray's actors: each `serves` answers as `ends` say, in turn, and an order is
+    answered by a report."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *ends: Exception | None) -> None:
+        self.left, self.made = list(ends), 0
+        monkeypatch.setattr(autoscaler, "autoscaler_agent", self.agent)
+        get = SimpleNamespace(get=lambda call, timeout: call())
+        monkeypatch.setattr(autoscaler, "ray", get)
+        monkeypatch.setattr(autoscaler, "SPEAK_S", 0.01)
+
+    def agent(self, quiet_s: float) -> Any:
+        self.made += 1
+        serves = SimpleNamespace(remote=lambda: self.serves)
+        order = lambda order: lambda: AutoscalerReport(given=order.adopted)  # noqa: E731
+        return SimpleNamespace(serves=serves, order=SimpleNamespace(remote=order))
+
+    def serves(self) -> bool:
+        end = self.left.pop(0) if len(self.left) > 1 else self.left[0]
+        if end is not None:
+            raise end
+        return True
+
+
+def test_a_watcher_whose_process_ends_while_a_driver_starts_is_asked_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a head replaces it: the driver ended with a traceback, for good."""
+    no_head = ValueError("Ray lists no head node")
+    watchers = Watchers(
+        monkeypatch, ActorDiedError(), no_head, ActorUnavailableError("x", None), None
+    )
+    desk = AutoscalerClient(DemandReport("r", 1, (SPOT,), 1000.0, adopted={"a": "spot"}))
+    desk.close(end=False)
+    assert desk.opened and watchers.made == 4 and desk.heard()[0].given == {"a": "spot"}
+
+
+@pytest.mark.parametrize("end", [ActorDiedError(), GetTimeoutError("Get timed out")])
+def test_a_watcher_that_does_not_answer_is_one_line_and_tried_again_by_the_next_driver(
+    monkeypatch: pytest.MonkeyPatch, end: Exception
+) -> None:
+    Watchers(monkeypatch, end)
+    monkeypatch.setattr(autoscaler, "ANSWER_MOST_S", 0.05)
+    with pytest.raises(LostContact, match=r"watcher on the head does not answer \(.*run it again$"):
+        AutoscalerClient(DemandReport("r", 1, (SPOT,), 1000.0))
+
+
 def test_an_instance_that_is_replaced_gives_the_next_one_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -54,6 +103,22 @@ def test_an_instance_that_is_replaced_gives_the_next_one_its_time(
     (failed,) = failures(nodes)
     assert (
         isinstance(failed, RequestFailed) and failed.reason == "no capacity: no answer within 180 s"
+    )
+
+
+def test_a_node_that_joined_and_fits_no_pool_is_named_where_nothing_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    nodes, there = (
+        nodes_of({"now": AutoscalerReport()}),
+        replace(node_of("a"), labels={"pool": "b"}),
+    )
+    nodes.request("spot", 1, "r1")
+    clock.now_s += 181
+    (failed,) = nodes.news({"a": there})
+    assert isinstance(failed, RequestFailed) and failed.reason == (
+        "no capacity: no answer within 180 s; of no pool: 10.0.0.1 (8 CPUs, pool=b)"
     )
 
 

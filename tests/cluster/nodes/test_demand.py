@@ -212,6 +212,34 @@ def test_what_starts_for_the_driver_before_comes_to_the_next_one() -> None:
     assert demand.wanted(nodes(), 60) == {}
 
 
+def test_who_takes_over_has_the_nodes_of_its_workers_from_a_watcher_that_forgot_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process was replaced while no driver was there: else all that trains is killed."""
+    actor = as_actor(monkeypatch, Stuck(time.monotonic()), [])
+    desk = autoscaler.AutoscalerClient(replace(ORDER, epoch=2, adopted={"r1": "spot"}))
+    nodes = AutoscalerNodes((SPOT, SAFE), desk=desk)
+    alive = {ray_id: RayNode(ray_id, "10.0.0.1", 1, {}, 8, 8, False) for ray_id in ("r1", "r2")}
+    try:
+        events = nodes.news(alive)
+    finally:
+        desk.close(end=False)
+    assert [(e.node.node_id, e.node.pool) for e in events if isinstance(e, NodeReady)] == [
+        ("spot-r1", "spot")
+    ]
+    assert actor.order.remote(replace(ORDER, epoch=2)).given == {"r1": "spot"}
+
+
+def test_what_others_have_or_is_about_to_go_is_not_had_again_by_who_takes_over() -> None:
+    demand, seen = Demand(), nodes(n1="spot", n2="spot")
+    demand.hear(replace(ORDER, namespace="b", waits={"spot": 1}), 0)
+    demand.look(seen, 0)
+    demand.hear(replace(ORDER, held=frozenset({"n2"})), 1)
+    demand.hear(replace(ORDER, dropped=frozenset({"n2"})), 2)
+    demand.hear(replace(ORDER, epoch=2, adopted=dict.fromkeys(seen, "spot")), 3)
+    assert (demand.given("a"), demand.given("b")) == ({}, {"n1": "spot"})
+
+
 def test_an_older_driver_is_not_heard_and_a_fresh_one_inherits_nothing() -> None:
     demand, seen = Demand(), nodes(n1="spot")
     demand.hear(replace(ORDER, epoch=2, held=frozenset(seen)), 0)
@@ -263,15 +291,14 @@ class Stuck(AutoscalerAgent):
         self._lock, self._wake = threading.Lock(), threading.Event()
 
 
-@pytest.mark.parametrize(("hangs_s", "killed"), [(10.0, 0), (31.0, 1)])
-def test_a_watcher_that_answers_and_does_not_look_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, hangs_s: float, killed: int
-) -> None:
-    stuck, kills = Stuck(time.monotonic() - hangs_s), list[tuple[object, bool]]()
+def as_actor(
+    monkeypatch: pytest.MonkeyPatch, agent: AutoscalerAgent, kills: list[tuple[object, bool]]
+) -> Any:
+    """The cluster's one, whose calls are done at once."""
     actor = SimpleNamespace(
         serves=SimpleNamespace(remote=lambda: True),
-        order=SimpleNamespace(remote=stuck.order),
-        end=SimpleNamespace(remote=stuck.end),
+        order=SimpleNamespace(remote=agent.order),
+        end=SimpleNamespace(remote=agent.end),
     )
     monkeypatch.setattr(autoscaler, "autoscaler_agent", lambda quiet_s: actor)
     monkeypatch.setattr(
@@ -282,6 +309,15 @@ def test_a_watcher_that_answers_and_does_not_look_is_replaced(
             kill=lambda it, no_restart: kills.append((it, no_restart)),
         ),
     )
+    return actor
+
+
+@pytest.mark.parametrize(("hangs_s", "killed"), [(10.0, 0), (31.0, 1)])
+def test_a_watcher_that_answers_and_does_not_look_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, hangs_s: float, killed: int
+) -> None:
+    kills = list[tuple[object, bool]]()
+    actor = as_actor(monkeypatch, Stuck(time.monotonic() - hangs_s), kills)
     desk = autoscaler.AutoscalerClient(ORDER)  # its first word is told in the constructor
     desk.close(end=True)
     assert kills[:1] == [(actor, False)] * killed
@@ -362,6 +398,30 @@ def test_a_bundle_fills_a_node_of_its_type() -> None:
     any_gpu = bundle_of(replace(SPOT, accelerator_type="GPU"), None)
     assert isinstance(any_gpu, ResourceBundle)
     assert dict(any_gpu.selector) == {"ray.io/market-type": "spot"}, "no node is labeled GPU"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["ray up", "KubeRay"])
+def test_a_node_that_was_asked_for_counts_to_its_pool_whatever_its_type_is_called(
+    known: bool,
+) -> None:
+    """Else it is bought, belongs to nobody, and another one is asked for."""
+    other, owned = replace(SPOT, name="other"), Pool("mine", "A100", 8, "owned", max_nodes=1)
+    agent = Stuck(0.0)
+    agent._types = {"big": BIG} if known else None
+    assert isinstance(bundle_of(other, agent._types), ResourceBundle)
+    joined = RayNode("r1", "10.0.0.1", 1, {**LABELS, "ray.io/node-group": "big"}, 96, 8, False)
+    strange = replace(joined, ray_id="r2", labels={**joined.labels, "ray.io/node-group": "huge"})
+
+    def pools(*told: Pool) -> dict[str, str]:
+        agent.order(replace(ORDER, pools=told, waits={told[0].name: 1}))
+        seen = agent._seen([joined, strange], {})
+        return {ray_id: node.pool for ray_id, node in seen.items()}
+
+    of_huge = {} if known else {"r2": "other"}
+    assert pools(other, owned) == {"r1": "other"} | of_huge, "of a type that is not its own: no"
+    big = replace(SPOT, name="big")
+    assert pools(big) == {"r1": "big"} | of_huge, "the run that was here before has it no more"
+    assert pools(other, big)["r1"] == "big"
 
 
 def test_what_cannot_be_asked_for_is_said() -> None:

@@ -64,6 +64,24 @@ def test_the_pool_by_market_and_accelerator() -> None:
     assert pool_of(other, POOLS) is None
 
 
+def test_a_group_of_rays_that_is_no_pools_is_like_no_label() -> None:
+    """But a pool that is called as a group takes no other, and a head trains only where it is
+    named."""
+    stranger = RayNode("a", "h", 1, {"ray.io/node-group": "big"}, 8, 4, False)
+    assert pool_of(stranger, POOLS) == SPOT
+    assert pool_of(stranger, POOLS, {"spot": "spot"}) == ON_DEMAND
+    assert pool_of(stranger, POOLS, {"od": "big"}) == ON_DEMAND
+    assert pool_of(replace(stranger, head=True), POOLS) is None
+    labels = {**stranger.labels, "elastic-pool": "nobody's"}
+    assert pool_of(replace(stranger, labels=labels), POOLS) is None
+    nodes = ClusterNodes(POOLS)
+    there = [stranger, *(ray_node(name, ray_io_node_group=name) for name in ("spot", "od"))]
+    ready = nodes.news({node.ray_id: node for node in there})
+    assert [event.node.pool for event in ready if isinstance(event, NodeReady)] == [
+        "cpus", "spot", "od",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kinds", "label", "pool"),
     [

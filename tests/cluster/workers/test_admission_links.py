@@ -90,7 +90,7 @@ def test_a_worker_is_told_whether_its_pool_is_of_gpus() -> None:
         told.append((place.on_gpu, order.entry.terms.on_gpu))
 
     nothing = SimpleNamespace(forget=lambda _: None)
-    group = SimpleNamespace(workers=lambda _: [], start=start, end=lambda _: None)
+    group = SimpleNamespace(workers=lambda _: [], start=start, end=lambda _, **more: None)
     for kind in ("CPU", "H100"):
         backend: Any = object.__new__(RayBackend)
         vars(backend).update(

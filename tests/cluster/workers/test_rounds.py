@@ -3,6 +3,7 @@ does."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,22 @@ import pytest
 
 from elastic.cluster.backend.ray_backend import RayBackend
 from elastic.cluster.workers.worker_group import PollAnswer
-from elastic.types import Action, Event, Layout, Plan, RequestNodes, StepDone, WorkerId
+from elastic.types import (
+    Action,
+    Event,
+    Layout,
+    Plan,
+    RequestNodes,
+    StepDone,
+    WorkerFailed,
+    WorkerId,
+)
 from elastic.worker.hosting.hosting_backend import LEAST_S, LOOK_S, SLICE_S, Pacing
 from elastic.worker.process.beat import Beat
 
 PLAN = Plan(3, Layout(), (WorkerId("a", 0),), (1,), (1,))
 QUIET_S, STEP_S = 20.0, 1.0
+quiet: Any = SimpleNamespace
 
 
 class Quiet(RayBackend):
@@ -26,7 +37,6 @@ class Quiet(RayBackend):
         self.clock_s, self.n_rounds, self.n_steps, self.waits_s = 0.0, 0, 0, [0.0]
         self._early, self._closed, self._plan, self._pacing = [], False, PLAN, Pacing()
         self.inbox: Any = SimpleNamespace(written=lambda **_: None)
-        quiet: Any = SimpleNamespace
         self.drilling = quiet(die=False, at_step=lambda *_: [])
         self.survey, self.copies = (
             quiet(suspects=False, head_lost=""),
@@ -97,3 +107,19 @@ def test_it_does_not_wait_beyond_the_time_that_it_is_asked_for() -> None:
     assert pacing.wait_s(10.1, None, False) == pytest.approx(LOOK_S - 0.1)
     assert pacing.wait_s(10.1, 10.11, False) == pytest.approx(0.01)
     assert pacing.wait_s(10.1, 9.0, False) == LEAST_S
+
+
+def test_a_group_that_broke_is_asked_for_its_nodes_once_a_round() -> None:
+    """Each of its ranks says that it did, of a node that was lost; each answer asked all nodes."""
+    ranks, asked = tuple(WorkerId(name, k) for name in "ab" for k in range(4)), list[list[str]]()
+    backend, answers = Quiet(), list[PollAnswer]()
+    for one in ranks:
+        failed = WorkerFailed(one, 3, "collective", "its peer has gone")
+        answers.append(PollAnswer(one, Beat((), 3, "idle", 0, 0, 1), (failed,)))
+    backend._plan, backend.copies.news = replace(PLAN, ranks=ranks), list
+    backend.provider = quiet(ray_id=str)
+    backend.survey.suspect = lambda ids: asked.append(sorted(ids))
+    backend.worker_group.collect = lambda wait_s: answers
+    assert len(backend._round(None)) == len(ranks) and asked == [["a", "b"]]
+    answers.clear()
+    assert backend._round(None) == [] and len(asked) == 1

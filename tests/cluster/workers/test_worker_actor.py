@@ -46,7 +46,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def worker(tmp_path: Path, said: list[str]) -> Worker:
-    return Worker(WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, FAKE))
+    setup = WorkerSetup(ME, 1, "spot", {"folder": ""}, str(tmp_path), 3, FAKE, ray_id="ff")
+    return Worker(setup)
 
 
 def test_the_environment_stands_before_torch_is_imported() -> None:
@@ -158,7 +159,7 @@ def test_the_passport_says_whether_it_is_prepared(worker: Worker) -> None:
     assert beat.messages[0][1] == NodePrepared("a", (os.getpid(),))
     worker_info = worker.worker_info(4)
     assert (worker_info.me, worker_info.pid, worker_info.prepared) == (ME, os.getpid(), True)
-    assert dict(worker_info.versions) == versions()
+    assert (worker_info.ray_id, dict(worker_info.versions)) == ("ff", versions())
     worker.session.close()
 
 

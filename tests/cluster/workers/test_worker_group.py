@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +17,14 @@ from ray.exceptions import (
     OutOfMemoryError,
     RayError,
 )
+from support.waiting import until
 
+from elastic.cluster.backend.ray_backend import RayBackend
+from elastic.cluster.nodes import providers
 from elastic.cluster.workers import worker_group as worker_group_module
 from elastic.cluster.workers.worker_actor import WorkerInfo, WorkerSetup
 from elastic.cluster.workers.worker_group import BrokenWorker, WorkerGroup, _Member
-from elastic.types import WorkerId
+from elastic.types import Node, WorkerId
 from elastic.version import versions
 
 ME = WorkerId("spot-1", 0)
@@ -170,6 +176,79 @@ def test_an_order_that_a_broken_connection_may_have_lost_is_given_again(
         assert actor.given == ["enter"] * n
 
 
+class Sent:
+    """What stands for Ray where signals are sent: `made` functions, `calls` of them. `answers`:
+    until then the head takes none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.calls, self.answers = 0, list[tuple[str, list[int], int]](), Event()
+        ours = SimpleNamespace(remote=self.remote, is_initialized=lambda: True)
+        monkeypatch.setattr(providers, "ray", ours)
+        providers._signal_task.cache_clear()
+        monkeypatch.setattr(worker_group_module, "kill", lambda actor: None)
+
+    def remote(self, function: Any) -> Any:
+        self.made += 1
+        return SimpleNamespace(options=self.options)
+
+    def options(self, *, scheduling_strategy: Any, **_: Any) -> Any:
+        def call(pids: list[int], number: int, raylet: bool) -> None:
+            assert self.answers.wait(10) and not raylet
+            self.calls.append((scheduling_strategy.node_id, pids, number))
+
+        return SimpleNamespace(remote=call)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
+    made = Sent(monkeypatch)
+    yield made
+    made.answers.set()
+    providers._signal_task.cache_clear()
+
+
+def far_workers(n_nodes: int, each: int) -> WorkerGroup:
+    """On other hosts, whose Ray ids are hexadecimal."""
+    group = WorkerGroup(WorkerSetup(ME, 1, "spot", {}, "", 1), "test", local=False)
+    for node in range(n_nodes):
+        for k in range(each):
+            member = _Member(object(), f"{node:056x}", 1, pid=100 * node + k + 1)
+            group._join(WorkerId(f"n{node:02}", k), member)
+    return group
+
+
+def test_a_hundred_workers_are_ended_by_one_call_to_each_node_that_nobody_waits_for(
+    sent: Sent,
+) -> None:
+    """Each made a function of its own, which the head keeps, and waited for the head."""
+    group = far_workers(25, 4)
+    group.end(group.workers()[:50])
+    group.end(group.workers())
+    assert group.workers() == [] and sent.calls == [], "the head does not answer"
+    sent.answers.set()
+    group.close(end=True)
+    until(lambda: len(sent.calls) == 26, "the calls")
+    assert sent.made == 1, "of the 13th node two workers each time"
+    there = {ray_id: sorted(p for one, pids, _ in sent.calls if one == ray_id for p in pids)
+             for ray_id, _, _ in sent.calls}  # fmt: skip
+    assert there == {f"{n:056x}": [100 * n + k + 1 for k in range(4)] for n in range(25)}
+    assert {number for *_, number in sent.calls} == {signal.SIGKILL}
+
+
+def test_workers_of_a_node_that_is_gone_are_sent_nothing(sent: Sent) -> None:
+    sent.answers.set()
+    backend: Any = object.__new__(RayBackend)
+    forgotten = SimpleNamespace(forget=lambda what: None, lost=lambda node_id: None)
+    backend.nodes, backend.worker_group = {"n00": Node("n00", "spot")}, far_workers(1, 2)
+    backend.provider = backend.drilling = backend.cloud_feed = backend.entrance = forgotten
+    backend.gather = backend.liveness = forgotten
+    backend._check_successor = lambda: None
+    kinds = [type(event).__name__ for event in backend._lose("n00", "raylet unreachable")]
+    assert kinds == ["WorkerFailed", "WorkerFailed", "NodeLost"]
+    backend.worker_group.close(end=False)
+    assert (backend.worker_group.workers(), sent.calls, sent.made) == ([], [], 0)
+
+
 class Found:
     """An actor that a new driver finds; `worker_info.remote` gives what it will answer."""
 
@@ -183,7 +262,9 @@ def test_workers_of_another_version_are_replaced_and_that_is_said(
     ours = versions()
     said = {"same": ours, "other": ours | {"elastic": "0.0.9"}, "silent": {}}
     actors = {
-        name: Found(WorkerInfo(WorkerId(name, 0), 1, "spot", 10, True, 1, tuple(known.items())))
+        name: Found(
+            WorkerInfo(WorkerId(name, 0), 1, "spot", 10, True, 1, tuple(known.items()), "ff")
+        )
         for name, known in said.items()
     }
     killed: list[Any] = []
@@ -201,6 +282,7 @@ def test_workers_of_another_version_are_replaced_and_that_is_said(
         "same"
     ] and worker_group.workers() == [WorkerId("same", 0)]
     assert killed == [actors["other"], actors["silent"]]
+    assert worker_group._members[WorkerId("same", 0)].ray_id == "ff", "where it is sent signals"
     assert (
         worker_group.outdated[WorkerId("other", 0)]
         == f"elastic 0.0.9 (the run has {ours['elastic']})"

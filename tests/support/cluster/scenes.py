@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from elastic.cluster.ray import _ray_private
 from elastic.types import (
     EnterPlan,
     NodeLost,
+    NodePrepared,
     NodeReady,
     Pool,
+    Prepare,
     ReleaseNode,
     RequestFailed,
     RequestNodes,
@@ -48,13 +50,15 @@ class Stagehand:
     folder: Path
     open: list[Any] = field(default_factory=list)
 
-    def stage(self, name: str, lease_s: float = 900.0) -> Stage:
+    def stage(self, name: str, lease_s: float = 900.0, **more: Any) -> Stage:
+        """`more`: of its RayRun."""
         uri = self.folder / name
         uri.mkdir(exist_ok=True)
-        job, pools = {"orphan_lease_s": lease_s}, (SPOT, SAFE)
-        fake = {"session": FAKE, "python_path": (str(TESTS),)}
-        run = RayRun(name, str(uri), job, pools, address=ADDRESS, **fake)  # type: ignore[arg-type]
-        return Stage(RayBackend(run))
+        given = {
+            "job": {"orphan_lease_s": lease_s}, "pools": (SPOT, SAFE), "address": ADDRESS,
+            "session": FAKE, "python_path": (str(TESTS),), **more,
+        }  # fmt: skip
+        return Stage(RayBackend(RayRun(name, str(uri), **given)))
 
     def nodes(self) -> dict[str, str]:
         """What the provider has, and somebody pays for."""
@@ -103,8 +107,6 @@ def over(on: Stage) -> None:
 def given_and_given_back(hand: Stagehand) -> None:
     """A node comes, works, and its meter stops within seconds after it was released; nothing else
     was ever launched."""
-    from elastic.types import NodePrepared, Prepare
-
     on = hand.stage("first")
     assert type(on.backend.provider).__name__ == "AutoscalerNodes"
     asked(on, "spot", 1, 1)
@@ -184,6 +186,36 @@ def done_and_cleared(hand: Stagehand) -> None:
     print(f"the run's end to nothing left: {time.monotonic() - began_s:.1f} s", file=sys.stderr)
 
 
+def pool_of_another_name(hand: Stagehand) -> None:
+    """A node of the only type of its market is the pool's, whatever the type is called."""
+    on = hand.stage("named", pools=(replace(SAFE, name="steady"),))
+    asked(on, "steady", 1, 1)
+    assert on.wait(NodeReady).node.pool == "steady"
+    over(on)
+    until(hand.nothing_left, "nothing is left", 180)
+
+
+def attached_after_the_watcher_died(hand: Stagehand) -> None:
+    """It has forgotten whose the nodes are; the workers know where they are, and train on."""
+    on = hand.stage("fourth")
+    asked(on, "safe", 1, 1)
+    node = on.wait(NodeReady).node
+    on.backend.execute(Prepare(node.node_id))
+    on.wait(NodePrepared)
+    worker, plans = WorkerId(node.node_id, 0), (plan(1, [WorkerId(node.node_id, 0)]),)
+    on.backend.execute(EnterPlan(plans[0]))
+    on.wait(StepDone)
+    pid = on.backend.worker_group.pid(worker)
+    on.backend.close()
+    ray.kill(ray.get_actor(NAME, NAMESPACE), no_restart=False)
+    after = hand.stage("fourth", attach=True, epoch=2, plans=plans)
+    assert after.wait(NodeReady).node.node_id == node.node_id
+    after.wait(lambda event: isinstance(event, StepDone) and event.step > 3)
+    assert after.backend.worker_group.pid(worker) == pid
+    over(after)
+    until(hand.nothing_left, "nothing is left", 180)
+
+
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -191,7 +223,6 @@ sys.path.insert(0, {here!r})
 import ray
 ray.init({address!r}, namespace="elastic-third", log_to_driver=False)
 from support.cluster.scenes import *
-from elastic.types import NodePrepared, Prepare
 on = Stagehand(Path({folder!r})).stage("third", LEASE_S)
 on.backend.execute(RequestNodes("safe", 1, "r1"))
 node = on.wait(NodeReady).node
@@ -229,5 +260,7 @@ def killed_driver(hand: Stagehand) -> None:
 SCENES: dict[str, Callable[[Stagehand], None]] = {
     "given_and_given_back": given_and_given_back, "drought_then_on_demand": drought_then_on_demand,
     "no_more_than_asked": no_more_than_asked, "done_and_cleared": done_and_cleared,
+    "pool_of_another_name": pool_of_another_name,
+    "attached_after_the_watcher_died": attached_after_the_watcher_died,
     "killed_driver": killed_driver,
 }  # fmt: skip
