@@ -8,6 +8,7 @@ none of them misses a deadline that on-demand nodes can meet.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import exp
@@ -152,8 +153,8 @@ class SkyNomad:
         if not older:
             return max(PRIOR_TICKS, float(age))
         for at in range(age, older[-1]):
-            at_risk = sum(life > at for life in lives)
-            survival *= exp(-sum(life == at + 1 for life in lives) / at_risk)
+            ended = bisect_right(lives, at)
+            survival *= exp(-(bisect_right(lives, at + 1) - ended) / (len(lives) - ended))
             rest += survival
         return rest + survival * max(PRIOR_TICKS, float(older[-1]))
 
