@@ -30,7 +30,7 @@ from elastic.types import Pool
 from elastic.types.nouns import Source
 
 ELASTIC, BOUND, ON_DEMAND = "elastic", "bound", "on-demand"
-TICKS_MOST = 1500  # of the bound's world: more are put together
+TICKS_MOST, PLAYED_MOST = 1500, 200_000  # of the bound and of baselines: more are put together
 START_TICKS = 8  # that a start is cut into at most
 EGRESS_USD_PER_GB = 0.02  # between regions of AWS: its price list for EC2, data transfer
 BOUND_NODES = 64  # beyond that the bound takes too long
@@ -210,7 +210,7 @@ def world_of(study: Study, start_at_s: float, *, most: int | None = None) -> Tic
         for t in study.traces.values()
     ]
     start_s = subject.delays.boot_s + subject.delays.prepare_s
-    coarsest_s = study.deadline_s / TICKS_MOST if most is None else 0.0
+    coarsest_s = study.deadline_s / (TICKS_MOST if most is None else PLAYED_MOST)
     like = TickWorld(
         min(max(min(gaps), coarsest_s, start_s / START_TICKS), study.deadline_s),
         (),
