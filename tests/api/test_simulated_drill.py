@@ -63,11 +63,14 @@ def test_a_market_is_simulated_with_the_steps_that_a_run_measured(shell: Shell) 
         assert code == 0, err
         return last_line(out)
 
-    same, other = simulated(), simulated("global_batch=24")
+    pool = "{name: spot, market_type: spot, accelerator_type: T4, usd_per_node_h: 1, max_nodes: 2}"
+    same, other, gpus = map(simulated, ("seed=1", "global_batch=24", f"pools=[{pool}]"))
     assert same["ideal_h"] == pytest.approx(0.4 * 1.05 * 11000 / 3600, rel=0.01)
     assert all(0.3 < one["goodput"]["median"] <= 0.5 for one in same["policies"].values())
-    told = [note for one in (same, other) for note in one["notes"] if "not as in run" in note]
-    assert len(told) == 1 and told[0].startswith("not as in run first: global_batch; steps take")
+    told = [note for one in (same, other, gpus) for note in one["notes"] if "not as in" in note]
+    assert [note.partition("; steps take")[0] for note in told] == [
+        "not as in run first: global_batch", "not as in run first: GPUs (CPU there)"
+    ]  # fmt: skip
     assert other["ideal_h"] != same["ideal_h"]
 
 

@@ -99,7 +99,7 @@ class SkyNomad:
     Availability and prices are seen in each tick, which SkyNomad pays probes for.
     """
 
-    lived: dict[int, list[int]] = field(default_factory=dict)
+    lived: dict[int, list[int]] = field(default_factory=dict)  # zone -> ticks, in order
     _since: dict[int, int] = field(default_factory=dict)
     _home: int | None = None  # the zone that holds the state
 
