@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from elastic.api.planning.model_source import Subject, machines_of
@@ -14,18 +16,20 @@ from elastic.api.planning.run_nodes import least_workers, within_max_nodes
 from elastic.errors import InfeasiblePlan, SpecError
 from elastic.ledger.run_folder import JOURNAL
 from elastic.observe.find_runs import lines_of, open_run
+from elastic.planner import dollars
 from elastic.planner.offers import Aim
 from elastic.policy.pools.hazard import RECLAIMS_PER_NODE_H
 from elastic.sim.markets.calibration import Calibration, calibrated
 from elastic.sim.markets.generators import FittedMarket, fitted, usual
 from elastic.sim.markets.market_run import RunResult, RunSubject
 from elastic.sim.markets.study import (
+    BOUND,
+    BOUND_NODES,
     ELASTIC,
     KNOWN,
     USUAL,
     VARIANTS,
     PolicySummary,
-    StartResult,
     Study,
     carried_out,
     checked,
@@ -35,7 +39,7 @@ from elastic.sim.markets.study import (
 from elastic.sim.markets.traces import Trace, load_traces, of_run
 from elastic.sim.scripted_faults import Delays
 from elastic.text import hours, usd
-from elastic.types import Plan, Pool
+from elastic.types import DriverStarted, Job, Plan, Pool
 
 DRY_H = 0.25  # that a pool gives nothing in place of a node that it took, where no trace says more
 YEAR_S = 365 * 86400.0
@@ -49,22 +53,23 @@ USUAL_DELAYS = Delays(
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step: as measured for the plan's layout, else as the cost model alone has it
-    (what a simulated run expects comes of its own steps), corrected by what was measured (`ratio`).
-    Of hardware that nobody knows the model says nothing: there `whole_s` is a step on `workers`,
-    fewer take longer in proportion."""
+    """Seconds of a step: as measured for the plan's phase and layout, else as the cost model alone
+    has it (what a simulated run expects comes of its own steps), corrected by what was measured
+    (`ratio`); both with the part that validations take. Of hardware that nobody knows the model
+    says nothing: there `whole_s` is a step on `workers`, fewer take longer in proportion."""
 
     whole_s: float
     workers: int
-    measured: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[tuple[int, str], float] = field(default_factory=dict)
     ratio: float = 1.0
     later_s: tuple[float, ...] = ()  # `whole_s` of the job's other phases
+    validating: tuple[float, ...] = ()  # of each phase, by the time of its steps
 
     def __call__(self, plan: Plan) -> float:
-        own = self.measured.get(str(plan.layout)) if not plan.phase else None
+        own = self.measured.get((plan.phase, str(plan.layout))) or self.ratio * plan.model_step_s
         whole_s = (self.whole_s, *self.later_s)[plan.phase]
-        even_s = whole_s * self.workers / len(plan.ranks)
-        return own or self.ratio * plan.model_step_s or even_s
+        more = self.validating[plan.phase] if self.validating else 0.0
+        return own * (1 + more) or whole_s * self.workers / len(plan.ranks)
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ class Simulated:
         return {
             "job": subject.name, "steps": self.steps,
             "ideal_h": round(subject.ideal_s / 3600, 3), "deadline_h": subject.job.deadline_h,
+            "budget_usd": subject.job.budget_usd,
             "starts": study.n_starts, "nodes": subject.n_nodes,
             "traces": {
                 pool: {"name": trace.name, "share": round(trace.share, 4),
@@ -124,16 +130,16 @@ def simulate(
     """Raises SpecError, InfeasiblePlan."""
     names = checked(asked.compare)
     notes: list[str] = []
-    trace = load_traces(asked.fit)[0] if asked.fit else None
+    trace = _one_of(asked.fit) if asked.fit else None
     like = fitted(trace) if trace is not None else None
     study = _study(asked, names, notes, like=like)
     notes += [*_priced(study), *_bounded(study)]
     told = (lambda n: progress(n, study.n_starts)) if progress is not None else None
-    found = carried_out(study, processes=processes, progress=told)
-    notes += _spent(study, found)
+    policies = summary(carried_out(study, processes=processes, progress=told))
+    notes += _spent(study, policies)
     return Simulated(
         study,
-        summary(found),
+        policies,
         sum(each.steps for each in asked.subject.each_phase),
         tuple(notes),
         like.quality(trace) if like is not None and trace is not None else None,
@@ -157,6 +163,7 @@ def _study(
     whole = _all_steps(source, at_once, measured)
     stand_by = _counted(every) != _counted(at_once)
     group = _group(asked, whole, at_once, measured=measured)
+    validating = tuple(_validating(each.job, measured) for each in source.each_phase)
     delays = measured.delays if measured is not None else USUAL_DELAYS
     job = replace(source.whole or source.job, eval_every=0, drill=(), check_numbers_every=0)
     if asked.deadline_h:
@@ -172,6 +179,7 @@ def _study(
             measured.step_s if measured is not None else {},
             whole.ratio,
             whole.later_s,
+            validating,
         ),
         whole.seconds,
         delays,
@@ -182,6 +190,7 @@ def _study(
         group_s=group.seconds,
         every_s=_all_steps(source, every, measured).seconds if stand_by else None,
         n_nodes=sum(each.group.n_nodes for each in at_once),
+        productive=(measured.productive if measured is not None else 1.0) / (1 + max(validating)),
     )
     traces = _traces(asked, spot, notes, like=like, length_s=subject.given_up_s)
     for trace in traces.values():
@@ -194,7 +203,8 @@ def _study(
 
 
 def _bounded(study: Study) -> list[str]:
-    """What the other policies take that the pools do not have, and that they are too slow with."""
+    """What the other policies take that the pools do not have, and that they are too slow with;
+    what is not computed."""
     fixed = [pool for pool in study.subject.pools if pool.market_type == "on-demand"]
     n, asked = sum(pool.max_nodes for pool in fixed), set(study.policies) - {ELASTIC, *VARIANTS}
     names, told = ", ".join(sorted(asked)), list[str]()
@@ -208,11 +218,13 @@ def _bounded(study: Study) -> list[str]:
             f"{names}: they take no more nodes than spot pools have, {study.n_nodes}, on which the "
             f"job needs {hours(study.group_s / 3600)}: they miss the deadline, whatever the market"
         )
+    if BOUND in study.policies and study.n_nodes > BOUND_NODES:
+        told.append(f"bound: not computed above {BOUND_NODES} nodes; the job has {study.n_nodes}")
     return told
 
 
 def _priced(study: Study) -> list[str]:
-    """Pools whose traces have prices of their own."""
+    """Pools whose traces have prices of their own, and prices that are not known."""
     found = []
     for pool in study.spot:
         if usd_per_h := study.traces[pool.name].usd_per_node_h:
@@ -222,18 +234,23 @@ def _priced(study: Study) -> list[str]:
                 f"pool {pool.name}: a node costs what its trace says, {told} an hour, for every "
                 "policy and the bound"
             )
+    if not isfinite(study.on_demand_usd_per_h):
+        names = ", ".join(pool.name for pool in study.spot)
+        found.append(
+            f"what nodes as those of {names} cost on demand is not known: dollars with such nodes "
+            "are not told, and the bound has spot alone; give instance_type, or an on-demand pool "
+            "of these GPUs"
+        )
     return found
 
 
-def _spent(study: Study, found: Sequence[StartResult]) -> list[str]:
+def _spent(study: Study, found: Mapping[str, PolicySummary]) -> list[str]:
     """Runs that the job's budget ends: they are short and cheap for that reason alone."""
-    budget_usd = study.subject.job.budget_usd
-    trials = [result.trials[ELASTIC] for result in found if ELASTIC in result.trials]
-    n = sum(not t.done and t.reason.startswith("the budget of $") for t in trials)
+    budget_usd, n = study.subject.job.budget_usd, found[ELASTIC].budget_ends
     if not n or budget_usd is None:
         return []
     return [
-        f"{n} of {len(trials)} starts end before the job is done, since its budget_usd of "
+        f"{n} of {study.n_starts} starts end before the job is done, since its budget_usd of "
         f"{usd(budget_usd)} is spent: dollars and days are those until then"
     ]
 
@@ -248,6 +265,32 @@ def _measured(asked: Simulation, notes: list[str]) -> Calibration | None:
         return None
     found, note = measured_by(asked.calibrate, USUAL_DELAYS)
     notes.append(note)
+    unlike = _unlike(asked.subject, found.start) if found.start is not None else []
+    if not unlike:
+        return found
+    notes.append(
+        f"not as in run {asked.calibrate}: {', '.join(unlike)}; steps take what the cost model "
+        f"predicts times {found.ratio:.2f}, measured by predicted seconds of that run"
+    )
+    return replace(found, step_s={})
+
+
+def _unlike(source: Subject, start: DriverStarted) -> list[str]:
+    """What makes steps of one layout take another time than those of a past run, whose journal does
+    not say on which of several kinds of GPUs they ran."""
+    job, before = source.whole or source.job, Job.from_plain(start.job)
+    keys = ("global_batch", "precision", "phases")
+    found = [key for key in keys if getattr(job, key) != getattr(before, key)]
+    shapes, shapes_before = (
+        {(spec.fqn, spec.shape) for spec in model.specs} for model in (source.model, start.model)
+    )
+    if shapes_before and shapes != shapes_before:
+        found.append("the model")
+    kinds, kinds_before = (
+        {pool.accelerator_type for pool in pools} for pools in (source.pools, start.pools)
+    )
+    if kinds != kinds_before or len(kinds) > 1:
+        found.append(f"GPUs ({', '.join(sorted(kinds_before))} there)")
     return found
 
 
@@ -292,7 +335,7 @@ def _all_steps(
 ) -> _AllSteps:
     """Raises InfeasiblePlan."""
     (step_s, efficient_s, ratio), *later = (
-        _step_s(each, machines, measured) for each in source.each_phase
+        _step_s(each, machines, measured, phase=k) for k, each in enumerate(source.each_phase)
     )
     steps = [each.steps for each in source.each_phase[1:]]
     return _AllSteps(
@@ -331,15 +374,16 @@ def _counted(machines: Sequence[MachineGroup]) -> dict[str, int]:
 
 
 def _step_s(
-    source: Subject, machines: Sequence[MachineGroup], measured: Calibration | None
+    source: Subject, machines: Sequence[MachineGroup], measured: Calibration | None, *, phase: int
 ) -> tuple[float, float, float]:
     """Of a step on all nodes that the job may have at once; of all steps, were they as efficient
     there as on so many nodes as each does most; and measured by predicted seconds."""
     query = Query(source, Aim())
     whole = query.offers(machines).best[0]
     ratio = measured.ratio if measured is not None else 1.0
-    own = measured.step_s.get(str(whole.layout)) if measured is not None else None
-    step_s = own or whole.step_s * ratio
+    own = measured.step_s.get((phase, str(whole.layout))) if measured is not None else None
+    more = 1 + _validating(source.job, measured)
+    step_s = more * (own or whole.step_s * ratio)
     n_nodes = sum(each.group.n_nodes for each in machines)
     best = step_s
     for n in _fewer(n_nodes):
@@ -349,8 +393,16 @@ def _step_s(
         except InfeasiblePlan:
             continue
         there = sum(each.group.n_nodes for each in part)
-        best = min(best, offer.step_s * ratio * there / n_nodes)
+        best = min(best, more * offer.step_s * ratio * there / n_nodes)
     return step_s, best * source.steps, ratio
+
+
+def _validating(job: Job, measured: Calibration | None) -> float:
+    """Time of the validations by that of the steps between them: measured, else estimated."""
+    if measured is None or not measured.evaluation_s or not measured.step_s:
+        return dollars.validating(job)
+    one_s = fmean(measured.step_s.values())
+    return measured.evaluation_s / one_s / job.eval_every if job.eval_every else 0.0
 
 
 def _fewer(n: int) -> list[int]:
@@ -411,6 +463,16 @@ def _traces(
     pairs = ", ".join(f"{pool.name}: {t.name}" for pool, t in zip(spot, found, strict=True))
     notes.append(f"traces are taken in the order of the pools ({pairs})")
     return {pool.name: trace for pool, trace in zip(spot, found, strict=True)}
+
+
+def _one_of(fit: str) -> Trace:
+    found = load_traces(fit)
+    if len(found) > 1:
+        raise SpecError(
+            f"--fit {fit}: a folder of {len(found)} traces; give one file, the markets of all "
+            "pools are made like it"
+        )
+    return found[0]
 
 
 def _given(trace: str) -> list[Trace]:

@@ -72,7 +72,8 @@ def simulate_drill(subject: Subject, *, drill: str, calibrate: str) -> Simulated
         **newest_gates(forms_ahead=measured.start.forms_ahead),
     )
     workers, whole_s = max(
-        (parse_layout(layout).world_size, seconds) for layout, seconds in measured.step_s.items()
+        (parse_layout(layout).world_size, seconds)
+        for (_, layout), seconds in measured.step_s.items()
     )
     lines = drilled_run(
         start,

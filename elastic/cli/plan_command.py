@@ -192,7 +192,7 @@ def _plan(
             n_starts=TRACE_STARTS,
         )
         data["simulated"] = simulate(asked).plain()
-        lines += ["", simulated.one_line(data["simulated"])]
+        lines += ["", simulated.one_line(data["simulated"]), *data["simulated"]["notes"]]
     if given.explain:
         width = min(100, shutil.get_terminal_size().columns)
         lines += ["", *_colored(plan_bars.explain(data, given.explain, width))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offers import NodeGroup
-from elastic.types import Layout
+from elastic.types import Job, Layout
 
 # between zones of a region, both ends (AWS EC2 on-demand pricing, data transfer, 0.01 each way)
 ZONE_USD_PER_GB = 0.02
@@ -17,6 +17,7 @@ COPIES_KEPT = 2
 # docs/benchmarks.md: a killed node, and groups, build and first step after it
 DETECT_S, REBUILD_S = 2.0, 5.0
 REPLACED_S = 300.0  # until another node has taken its place
+FORWARD_SHARE = 1 / 3  # of a step: the backward pass has twice its FLOPs (Kaplan et al. 2020, 2.1)
 COPY_SHARE = 0.01  # of the time, that copies to peers may take: so often they are made
 
 
@@ -78,6 +79,13 @@ def copying(
     lost = loss(groups, work, layout, step_s=step_s)
     stall_s = state / layout.world_size / min(links) if links else 0.0
     return Copying(state, stall_s, state / sum(writes), lost.seconds, lost.moved_s)
+
+
+def validating(job: Job) -> float:
+    """Time of the validations by that of the steps between them: as many forward passes."""
+    if not job.eval_every or not job.global_batch:
+        return 0.0
+    return FORWARD_SHARE * job.eval_samples / job.global_batch / job.eval_every
 
 
 def moved_usd_per_h(groups: Sequence[NodeGroup], work: ModelCost, *, step_s: float) -> float:

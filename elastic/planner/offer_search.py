@@ -121,9 +121,11 @@ class _Priced:
         return step_s / lost.goodput
 
     def hours(self, step_s: float) -> float:
+        """To the aim's tokens, with the job's validations."""
         sample = self.work.sample
         tokens = self.batch * max(1, sample.tokens if sample else 1)
-        return self.aim.tokens / tokens * step_s / 3600
+        whole_s = step_s * (1 + dollars.validating(self.job))
+        return self.aim.tokens / tokens * whole_s / 3600
 
     def usd_per_h(self, found: Candidate, step_s: float) -> float:
         there = self.there(found.there)

@@ -84,7 +84,7 @@ class Offer:
     usd_per_mtoken: float
     efficiency: float
     goodput: float = 1.0
-    hours: float = 0.0  # to the aim's tokens, lost time included; 0 = no tokens were named
+    hours: float = 0.0  # to the aim's tokens, with validations and lost time; 0 = none were named
     usd: float = 0.0
     state_bytes: float = 0.0
     # that a checkpoint holds the steps up; it is written behind them in `copy_write_s`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,41 @@ def test_runs_that_the_budget_ends_are_told(trace: str, capsys: pytest.CaptureFi
     assert note.startswith("1 of 1 starts end before the job is done, since its budget_usd of $0.2")
 
 
+def test_a_plan_names_the_budget_that_ends_its_starts(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--set", "steps=3000", "--set", "budget_usd=0.2", "--trace", trace]
+    code, out, _ = called(capsys, "plan", JOB, *few)
+    (line,) = (line for line in out.splitlines() if line.startswith("on these traces: "))
+    assert code == 0 and "12 of 12 starts end at the budget of $0.20 before the job" in line
+    assert "deadline" not in line and "dollars and days are those until then" in out
+
+
+def test_what_is_not_known_is_no_number_and_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bound of many nodes, and what they cost on demand."""
+    few = ("--set", pools_of(spot=65), "--set", "steps=300", "--compare", "on-demand,bound")
+    asked = ("simulate", JOB, *few, "--start-times", "1")
+    code, out, err = called(capsys, *asked, "--json")
+    assert code == 0, err
+    data = json.loads(out, parse_constant=pytest.fail)
+    assert [one["cost_usd"] is None for one in data["policies"].values()] == [False, True, True]
+    assert data["policies"]["elastic"]["cost_vs_on_demand"] is None
+    notes = "\n".join(data["notes"])
+    assert "bound: not computed above 64 nodes; the job has 65" in notes
+    assert "what nodes as those of spot cost on demand is not known" in notes
+
+
+def test_validations_take_their_time(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many forward passes as a step has samples, behind each: a third of it."""
+
+    def hours_of(*keys: str) -> float:
+        more = [word for key in keys for word in ("--set", key)]
+        return as_json(capsys, *words(trace, "--compare", "on-demand", *more))["ideal_h"]
+
+    without, validated = hours_of("eval_every=0"), hours_of("eval_every=1", "eval_samples=24")
+    assert validated == pytest.approx(4 / 3 * without, rel=0.02)
+
+
 def test_its_table_and_its_picture(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,8 +133,11 @@ def test_a_plan_has_it_in_one_line(trace: str, capsys: pytest.CaptureFixture[str
         capsys, "plan", JOB, "--set", "steps=3000", "--set", "budget_usd=100", "--trace", trace
     )
     assert code == 0
-    line = out.splitlines()[-1]
-    assert line.startswith("on these traces: ") and "(p95 $" in line and "on demand $" in line
+    (line,) = (line for line in out.splitlines() if line.startswith("on these traces: "))
+    assert "(p95 $" in line and "on demand $" in line and "starts" not in line
+    assert "--calibrate RUN takes those of a run" in out.partition("on these traces: ")[2]
+    validations = "validations, of 240 samples every 65 steps (eval_samples, eval_every)"
+    assert f"note: {validations}, make it 5% longer" in out
 
 
 def test_a_script_is_simulated_as_its_plan_is(
@@ -113,7 +152,7 @@ def test_a_script_is_simulated_as_its_plan_is(
     assert (data["job"], data["steps"], data["nodes"]) == ("loop_tiny", 300000, 2)
     assert data["policies"]["elastic"]["deadline_misses"] == 0
     code, out, _ = called(capsys, "plan", *script, *market)
-    assert code == 0 and out.splitlines()[-1].startswith("on these traces: ")
+    assert code == 0 and "\non these traces: " in out
     code, _, err = called(capsys, "simulate", "--trace", trace)
     assert (code, "simulate: JOB or --script is missing" in err) == (2, True)
 
@@ -176,6 +215,8 @@ def test_a_folder_must_have_a_trace_for_each_pool(
         (folder / f"{name}.json").write_text(Path(trace).read_text())
     code, _, err = called(capsys, *words(str(folder)))
     assert code == 2 and "3 traces for 1 spot pools (spot)" in err
+    code, _, err = called(capsys, "simulate", JOB, "--fit", str(folder))
+    assert (code, err.count("\n")) == (2, 1) and "a folder of 3 traces; give one file" in err
     (folder / "spot.json").write_text(Path(trace).read_text())
     assert as_json(capsys, *words(str(folder), "--compare", "greedy"))["traces"]["spot"]
 
@@ -183,7 +224,10 @@ def test_a_folder_must_have_a_trace_for_each_pool(
 def test_steps_take_what_was_measured_then_what_was_predicted() -> None:
     ranks = (WorkerId("a", 0), WorkerId("a", 1))
     plan = Plan(1, Layout(dp_shard=2), ranks, (1, 1), (4,), model_step_s=3.0)
-    assert StepTimes(1.0, 4, {"dp_shard=2": 5.0}, 2.0)(plan) == 5.0
+    measured = {(0, "dp_shard=2"): 5.0, (1, "dp_shard=2"): 7.0}
+    assert StepTimes(1.0, 4, measured, 2.0)(plan) == 5.0
+    assert StepTimes(1.0, 4, measured, 2.0, (1.0,))(replace(plan, phase=1)) == 7.0
+    assert StepTimes(1.0, 4, measured, validating=(0.2,))(plan) == 6.0
     assert StepTimes(1.0, 4, {}, 2.0)(plan) == 6.0
     unknown = Plan(1, Layout(dp_shard=2), ranks, (1, 1), (4,))
     assert StepTimes(1.0, 4)(unknown) == 2.0
@@ -212,7 +256,8 @@ def test_hours_are_those_on_all_nodes_also_where_they_do_no_more_than_one(
     for it; the least that the job can cost is that of one."""
 
     def told(nodes: int) -> tuple[float, float, float, float]:
-        pool = f"{{name: spot, market_type: spot, usd_per_node_h: 1.2, max_nodes: {nodes}}}"
+        named = "name: spot, market_type: spot, instance_type: m5.2xlarge"
+        pool = f"{{{named}, usd_per_node_h: 1.2, max_nodes: {nodes}}}"
         keys = ("steps=3000000", "global_batch=1", "budget_usd=1e6", f"pools=[{pool}]")
         data = as_json(
             capsys, "simulate", "--script", str(PROGRAMS / "loop_tiny.py"),

@@ -12,7 +12,7 @@ from elastic.planner import dollars
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.offers import Aim
 from elastic.reshard.rank_boxes import state_specs
-from elastic.types import Layout
+from elastic.types import Job, Layout
 
 WORK = ModelCost.of(LLAMA_8B.profile())
 N = LLAMA_8B.n_params
@@ -50,6 +50,19 @@ def test_goodput() -> None:
     )
     assert found.goodput == pytest.approx(1 / (1 + 0.2 * found.seconds / 3600))
     assert dollars.loss([group()], WORK, Layout(dp_shard=8), step_s=2.0).goodput == 1.0
+
+
+def test_validations_take_a_forward_pass_of_each_sample() -> None:
+    """Of the whole job; a step is as long as it is."""
+    job = Job(global_batch=32, eval_every=100, eval_samples=2048)
+    assert dollars.validating(job) == pytest.approx(64 / 3 / 100)
+    assert dollars.validating(Job(global_batch=32)) == 0.0
+    plain, more = (
+        best(LLAMA_8B, group(usd_per_node_h=40.0), aim=Aim(tokens=1e9), **keys)
+        for keys in ({}, {"eval_every": 100, "eval_samples": 128 * 64})
+    )
+    assert more.step_s == plain.step_s
+    assert (more.hours / plain.hours, more.usd / plain.usd) == pytest.approx([1 + 1.28 / 3] * 2)
 
 
 def test_gradients_between_zones() -> None:

@@ -12,6 +12,7 @@ from elastic.api.planning.model_source import OF_JOB, OWN_POOLS, Subject
 from elastic.api.planning.plan_nodes import MachineGroup
 from elastic.config.pool_checks import fed
 from elastic.errors import InfeasiblePlan
+from elastic.planner import dollars
 from elastic.planner.offer_search import find_offers
 from elastic.planner.offers import Aim, NodeGroup, Offer, Offers
 from elastic.text import n_of
@@ -20,7 +21,7 @@ from elastic.types.grid import axes_of
 from elastic.types.nouns import AUTO
 
 DISK_BYTES_PER_S = 1e9  # that a rank may read where nobody has measured its storage
-WORTH_SAYING = 0.03  # of a step, that another layout would save
+WORTH_SAYING = 0.03  # of a step, that another layout would save, or that validations take besides
 MOST_GPUS = 16384  # that --scaling and --within look at
 
 
@@ -173,12 +174,24 @@ def notes_of(subject: Subject, machines: Sequence[MachineGroup]) -> list[str]:
         dict.fromkeys(
             [
                 *said,
+                *_validations(subject.job),
                 *closed,
                 *subject.model.notes,
                 *(note for each in machines for note in each.notes),
             ]
         )
     )
+
+
+def _validations(job: Job) -> list[str]:
+    more = dollars.validating(job)
+    if more < WORTH_SAYING:
+        return []
+    return [
+        f"validations, of {n_of(job.eval_samples, 'sample')} every {n_of(job.eval_every, 'step')} "
+        f"(eval_samples, eval_every), make it {more:.0%} longer: hours and dollars of the whole "
+        "job have that, a step does not"
+    ]
 
 
 def offer_plain(offer: Offer, n: int, n_gpus: int, *, warnings: Sequence[str]) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,36 +41,43 @@ def table(data: Mapping[str, Any]) -> list[str]:
 
 
 def _row(name: str, one: Mapping[str, Any]) -> tuple[str, ...]:
-    wall_h = one["wall_h"]
-    days = "-" if name == BOUND else _between(wall_h, hours)
+    days = "-" if name == BOUND else _between(one["wall_h"], hours)
     paid, bound = one["cost_vs_on_demand"], one["cost_vs_bound"]
-    known = paid and math.isfinite(paid["median"])
     return (
-        name, _between(one["cost_usd"], usd), f"{paid['median']:.0%}" if known else "-",
+        name, _between(one["cost_usd"], usd), f"{paid['median']:.0%}" if paid else "-",
         f"{bound['median']:.2f}x" if bound else "-", days,
         "-" if name == BOUND else str(one["deadline_misses"]),
         "-" if name == BOUND else f"{one['goodput']['median']:.2f}",
     )  # fmt: skip
 
 
-def _between(spread: Mapping[str, float], shown: Any) -> str:
-    """`-`: not known, as the bound of a run that is shorter than a tick of its trace."""
-    if not math.isfinite(spread["median"]):
+def _between(spread: Mapping[str, float] | None, shown: Any) -> str:
+    """`-`: not known, as the bound of many nodes."""
+    if spread is None:
         return "-"
     return f"{shown(spread['median'])} ({shown(spread['p5'])} to {shown(spread['p95'])})"
 
 
 def one_line(data: Mapping[str, Any]) -> str:
     """For a plan."""
-    own, paid = data["policies"]["elastic"], data["policies"]["on-demand"]
+    own, paid = data["policies"]["elastic"], data["policies"]["on-demand"]["cost_usd"]
     wall_h, cost = own["wall_h"], own["cost_usd"]
-    misses = own["deadline_misses"]
-    late = f", {misses} of {data['starts']} starts miss the deadline" if misses else ""
     return (
         f"on these traces: {hours(wall_h['median'])} (p95 {hours(wall_h['p95'])}), "
         f"{usd(cost['median'])} (p95 {usd(cost['p95'])}), on demand "
-        f"{usd(paid['cost_usd']['median'])}{late}"
+        f"{usd(paid['median']) if paid else '-'}{''.join(_not_done(data, own))}"
     )
+
+
+def _not_done(data: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    """Which starts do not end with the job done, by what ends them."""
+    spent, of = own["budget_ends"], f"of {data['starts']} starts"
+    if spent:
+        budget = usd(data["budget_usd"])
+        yield f", {spent} {of} end at the budget of {budget} before the job is done"
+    if late := own["deadline_misses"] - spent:
+        why = "miss the deadline" if data["deadline_h"] else "are given up before the job is done"
+        yield f", {late} {of} {why}"
 
 
 def save(history: Sequence[Any], data: Mapping[str, Any], path: str | Path) -> Path:

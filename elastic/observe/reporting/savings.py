@@ -6,14 +6,13 @@ pause, and a restart to take no longer than was measured with a model that loads
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
 from elastic.observe.accounting.accounts import Account
 from elastic.observe.reporting.capacity_history import CapacityHistory
 from elastic.observe.run_view import View
-from elastic.types import Pool
 
 # what on-demand nodes would have been paid for too
 TRAINED = ("productive", "data_loading", "evaluation", "checkpoint_save", "between_steps")
@@ -59,6 +58,9 @@ def against_on_demand(books: Account, history: CapacityHistory) -> OnDemand | st
         return "its nodes have no price"
     if all(pool.market_type == "on-demand" for pool in used):
         return "all nodes that trained were on-demand"
+    # brings what most runs that are looked at have no need of
+    from elastic.catalog.on_demand_price import on_demand_price
+
     found = {pool.name: on_demand_price(pool, [*history.pools.values()]) for pool in used}
     unknown = [name for name, (usd, _) in found.items() if usd is None]
     if unknown:
@@ -71,33 +73,6 @@ def against_on_demand(books: Account, history: CapacityHistory) -> OnDemand | st
     )
     prices = tuple(dict.fromkeys(source for _, source in found.values()))
     return OnDemand(usd, usd - books.totals.usd, needed_s / 3600, prices)
-
-
-def on_demand_price(pool: Pool, pools: Sequence[Pool]) -> tuple[float | None, str]:
-    """USD per GPU-hour, and where that is from: the pool's own price, that of an on-demand pool of
-    the same GPUs in the run, the catalog's."""
-    alike = [
-        other
-        for other in (pool, *pools)
-        if other.market_type == "on-demand"
-        and other.usd_per_node_h > 0
-        and (other.accelerator_type, other.instance_type)
-        == (pool.accelerator_type, pool.instance_type)
-    ]
-    if alike:
-        usd = alike[0].usd_per_gpu_h
-        return usd, f"${usd:,.2f} per GPU-hour, pool {alike[0].name} of this run"
-    if not pool.instance_type:
-        return None, ""
-    from elastic import catalog  # brings what most runs that are looked at have no need of
-
-    kind = catalog.instance_type(pool.instance_type)
-    price, region = kind.usd_per_h_or_elsewhere(pool.region) if kind is not None else (None, "")
-    if price is None:
-        return None, ""
-    usd = price / max(1, pool.gpus_per_node)
-    where = f"{pool.instance_type} in {region}, the catalog's price (docs/catalog.md)"
-    return usd, f"${usd:,.2f} per GPU-hour, {where}"
 
 
 def against_restarts(view: View, books: Account, history: CapacityHistory) -> tuple[Restarted, ...]:

@@ -8,6 +8,7 @@ none of them misses a deadline that on-demand nodes can meet.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import exp
@@ -98,7 +99,7 @@ class SkyNomad:
     Availability and prices are seen in each tick, which SkyNomad pays probes for.
     """
 
-    lived: dict[int, list[int]] = field(default_factory=dict)
+    lived: dict[int, list[int]] = field(default_factory=dict)  # zone -> ticks, in order
     _since: dict[int, int] = field(default_factory=dict)
     _home: int | None = None  # the zone that holds the state
 
@@ -106,7 +107,7 @@ class SkyNomad:
         for zone in view.spot:
             self._since.setdefault(zone, view.tick)
         for zone in [zone for zone in self._since if zone not in view.spot]:
-            self.lived.setdefault(zone, []).append(view.tick - self._since.pop(zone))
+            insort(self.lived.setdefault(zone, []), view.tick - self._since.pop(zone))
         mode, zone = self._best(view)
         self._home = zone if mode == "spot" else self._home
         return mode, zone
@@ -146,16 +147,15 @@ class SkyNomad:
         """Mean rest of the life of a node of that age: the sum of the survival that the
         Nelson-Aalen hazards give, beyond which those who are older than any that was seen to end
         last as long again."""
-        lives, age = sorted(self.lived.get(zone, [])), tick - self._since[zone]
+        lives, age = self.lived.get(zone, []), tick - self._since[zone]
         rest, survival = 0.0, 1.0
-        older = [life for life in lives if life > age]
-        if not older:
+        if not lives or lives[-1] <= age:
             return max(PRIOR_TICKS, float(age))
-        for at in range(age, older[-1]):
-            at_risk = sum(life > at for life in lives)
-            survival *= exp(-sum(life == at + 1 for life in lives) / at_risk)
+        for at in range(age, lives[-1]):
+            ended = bisect_right(lives, at)
+            survival *= exp(-(bisect_right(lives, at + 1) - ended) / (len(lives) - ended))
             rest += survival
-        return rest + survival * max(PRIOR_TICKS, float(older[-1]))
+        return rest + survival * max(PRIOR_TICKS, float(lives[-1]))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +84,8 @@ def _curves(
         begun = past[(now - start) % len(past)]
         if now >= start:  # nodes that were started then begin to work
             there = slice(last - now, last - now + min(each, now - start) + 1)
-            _lower(fixed[:, there], begun, (start - now) * fixed_usd, spare=spare)
+            if isfinite(fixed_usd):
+                _lower(fixed[:, there], begun, (start - now) * fixed_usd, spare=spare)
             # at one price it is never better to start later than as soon as a node is there
             oldest = 0 if varies else now - start
             new = [k for k in range(up) if oldest <= since[k] <= now - start]

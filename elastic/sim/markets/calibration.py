@@ -19,6 +19,7 @@ from elastic.types import (
     EnterPlan,
     Evaluated,
     Event,
+    Node,
     NodeLost,
     NodePrepared,
     NodeReady,
@@ -35,20 +36,22 @@ WARM_STEPS = 2  # of a generation, that are slower than those after them
 
 @dataclass(frozen=True)
 class Calibration:
-    """`step_s`: layout -> seconds from step to step, warm; `ratio`: these by what was predicted for
-    them, the median, for layouts that the run has not had. `delays`: medians of what was seen; what
-    was not keeps its default. `first_prepare_s`: of nodes before the first plan, which may share a
-    machine; None = as later. `seen`: how many of each. `work`, `data`: shares of the time from step
-    to step that steps and their batches take. `start`: what the run's first driver knew."""
+    """`step_s`: phase and layout -> seconds from step to step, warm; `ratio`: these by what was
+    predicted for them, the median, for layouts that the run has not had. `delays`: medians of what
+    was seen; what was not keeps its default. `first_prepare_s`: of nodes before the first plan,
+    which may share a machine; None = as later. `seen`: how many of each. `work`, `data`,
+    `productive`: shares of the time from step to step that steps take, their batches, and steps
+    less batches and copies. `start`: what the run's first driver knew."""
 
     delays: Delays
-    step_s: Mapping[str, float]
+    step_s: Mapping[tuple[int, str], float]
     ratio: float
     seen: Mapping[str, int]
     first_prepare_s: float | None = None
     evaluation_s: float = 0.0
     work: float = 1.0
     data: float = 0.0
+    productive: float = 1.0
     start: DriverStarted | None = None
 
 
@@ -80,6 +83,7 @@ class _Seen:
     # of nodes that may still come: pool, request, moment
     asked: list[tuple[str, str, float]] = field(default_factory=list)
     preparing_s: dict[str, float] = field(default_factory=dict)
+    living: set[str] = field(default_factory=set)  # nodes, which a driver that attaches meets anew
     generations: dict[int, _Generation] = field(default_factory=dict)
     values: dict[str, list[float]] = field(default_factory=dict)  # delay -> what was seen of it
     start: DriverStarted | None = None
@@ -91,9 +95,19 @@ class _Seen:
         """Nothing more comes of it."""
         self.asked = [row for row in self.asked if row[1] != request_id]
 
-    def came(self, pool: str, at_s: float) -> None:
+    def new_driver(self, start: DriverStarted) -> None:
+        """What the one before had asked for and waited for is nothing to it; its nodes are there
+        where it attaches."""
+        self.start = self.start or start
+        self.living = self.living if start.attached else set()
+        self.asked, self.preparing_s, self.drill_s, self.abort_s = [], {}, None, None
+
+    def came(self, node: Node, at_s: float) -> None:
         """The oldest request of the pool has given a node."""
-        row = next((row for row in self.asked if row[0] == pool), None)
+        if node.node_id in self.living:
+            return
+        self.living.add(node.node_id)
+        row = next((row for row in self.asked if row[0] == node.pool), None)
         if row is not None:
             self.asked.remove(row)
             self.note("boot_s", at_s - row[2])
@@ -130,11 +144,12 @@ def calibrated(lines: Iterable[Line], defaults: Delays | None = None) -> Calibra
     for name, kinds in (("restore_s", ("durable",)), ("enter_s", ("live", "peer"))):
         found = [s for kind, s in changes_s.items() if kind.endswith(kinds)]
         delays |= {name: median(found)} if found else {}
-    by_layout: dict[str, list[_Generation]] = {}
+    by_layout: dict[tuple[int, str], list[_Generation]] = {}
     for one in trained:
-        by_layout.setdefault(str(one.plan.layout), []).append(one)
+        by_layout.setdefault((one.plan.phase, str(one.plan.layout)), []).append(one)
     steps = [step for one in trained for step in one.warm]
     work_s = sum(step.step_time_s for step in steps)
+    waited_s = sum(step.data_s + step.copy_s for step in steps)
     whole_s = work_s + sum(one.between_s * len(one.warm) for one in trained)
     ratios = _ratios(trained)
     first = seen.values.get("first_prepare_s", [])
@@ -154,6 +169,7 @@ def calibrated(lines: Iterable[Line], defaults: Delays | None = None) -> Calibra
         median(seen.values.get("evaluation_s", [0.0])),
         work_s / whole_s if whole_s else 1.0,
         sum(step.data_s for step in steps) / whole_s if whole_s else 0.0,
+        max(0.0, work_s - waited_s) / whole_s if whole_s else 1.0,
         seen.start,
     )
 
@@ -203,9 +219,9 @@ def _order(seen: _Seen, decision: Decision, at_s: float) -> None:
 
 def _take(seen: _Seen, event: Event, at_s: float) -> None:
     if isinstance(event, DriverStarted):
-        seen.start = seen.start or event
+        seen.new_driver(event)
     elif isinstance(event, NodeReady):
-        seen.came(event.node.pool, at_s)
+        seen.came(event.node, at_s)
     elif isinstance(event, RequestFailed):
         seen.withdraw(event.request_id)
     elif isinstance(event, NodePrepared):
@@ -216,8 +232,10 @@ def _take(seen: _Seen, event: Event, at_s: float) -> None:
         seen.drill_s = at_s if "kill" in event.drill or "hang" in event.drill else None
         if "add" in event.drill:
             seen.asked.append((event.drill["add"], "drill", at_s))
-    elif isinstance(event, NodeLost) and seen.drill_s is not None and event.cause != "released":
-        seen.note("confirm_s", at_s - seen.drill_s)
+    elif isinstance(event, NodeLost):
+        seen.living.discard(event.node_id)
+        if seen.drill_s is not None and event.cause != "released":
+            seen.note("confirm_s", at_s - seen.drill_s)
     elif isinstance(event, Silent) and seen.drill_s is not None:
         seen.note("silent_s", at_s - seen.drill_s)
     elif isinstance(event, CopyStored):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.errors import SpecError
 from elastic.sim.markets.traces import Trace, merged
@@ -16,7 +16,8 @@ LEVELS = 9  # of availability that a fit tells apart, 0 and all among them
 @dataclass(frozen=True)
 class FittedMarket:
     """A Markov chain in continuous time over shares of all nodes. `stay_s`: [level] -> mean seconds
-    in it; `next`: [level][level] -> how likely what comes next is. `levels`: the shares."""
+    in it; `next`: [level][level] -> how likely what comes next is. `levels`: the shares;
+    `usd_per_node_h`: [level] -> the mean price in it, () = the trace has none."""
 
     name: str
     levels: tuple[float, ...]
@@ -25,17 +26,19 @@ class FittedMarket:
     first: int
     share: float  # of the trace that was fitted
     changes_per_day: float
+    usd_per_node_h: tuple[float, ...] = ()
 
     def made(self, *, nodes: int, length_s: float, seed: int = 0) -> Trace:
         """Another market like it. The same for the same seed."""
         chance = random.Random(seed)
-        at_s, found, level, now_s = [], [], self.first, 0.0
+        at_s, found, prices, level, now_s = [], [], list[float](), self.first, 0.0
         while now_s < length_s:
             at_s.append(now_s)
             found.append(round(self.levels[level] * nodes))
+            prices += self.usd_per_node_h[level : level + 1]
             now_s += chance.expovariate(1 / self.stay_s[level])
             level = chance.choices(range(len(self.levels)), self.next[level])[0]
-        return merged(self.name, at_s, found, ends_s=length_s)
+        return replace(merged(self.name, at_s, found, ends_s=length_s, prices=prices), of=nodes)
 
     def quality(self, trace: Trace, n: int = 8) -> dict[str, float]:
         """How near made-up ones come to the trace, over `n` of them: both shares, and changes a
@@ -52,15 +55,11 @@ class FittedMarket:
 
 def fitted(trace: Trace) -> FittedMarket:
     """Raises SpecError for a trace that never changes: nothing can be fitted to it."""
-    if len(trace.at_s) < 2:
+    if len(set(trace.nodes)) < 2:
         raise SpecError(f"trace {trace.name} never changes; there is nothing to fit")
     n = min(LEVELS, trace.most + 1)
-    row = merged(
-        trace.name,
-        trace.at_s,
-        [round(count / trace.most * (n - 1)) for count in trace.nodes],
-        ends_s=trace.ends_s,
-    )
+    levels = [round(count / trace.most * (n - 1)) for count in trace.nodes]
+    row = merged(trace.name, trace.at_s, levels, ends_s=trace.ends_s)
     stay = [0.0] * n
     visits = [0] * n
     steps = [[0] * n for _ in range(n)]
@@ -79,7 +78,18 @@ def fitted(trace: Trace) -> FittedMarket:
         row.nodes[0],
         trace.share,
         len(trace.at_s) / (trace.ends_s / DAY_S),
+        _prices(trace, levels, n) if trace.usd_per_node_h else (),
     )
+
+
+def _prices(trace: Trace, levels: Sequence[int], n: int) -> tuple[float, ...]:
+    """In the mean over the time in each level; of one that the trace has not, over all of it."""
+    paid, stay = [0.0] * n, [0.0] * n
+    ends = (*trace.at_s[1:], trace.ends_s)
+    for level, at_s, end_s, usd in zip(levels, trace.at_s, ends, trace.usd_per_node_h, strict=True):
+        paid[level] += (end_s - at_s) * usd
+        stay[level] += end_s - at_s
+    return tuple(usd / s if s else trace.mean_usd for usd, s in zip(paid, stay, strict=True))
 
 
 def _shares(counts: Sequence[int], level: int) -> tuple[float, ...]:

@@ -43,7 +43,7 @@ class RunSubject:
     `every_s`: on those too that stand by (None = none do);
     `efficient_s`: there too, were all nodes as efficient as those of the number that gets most out
     of each (None = they are), so that nobody can pay less. `batch_s`: of training that is looked
-    at as one event."""
+    at as one event. `productive`: share of `step_s` that the ledger calls so."""
 
     name: str
     job: Job
@@ -60,6 +60,7 @@ class RunSubject:
     every_s: float | None = None
     n_nodes: int = 0
     pool_hardware: tuple[tuple[str, HardwareProfile], ...] = ()
+    productive: float = 1.0
 
     @property
     def given_up_s(self) -> float:
@@ -85,8 +86,8 @@ class Moment:
 @dataclass(frozen=True)
 class RunResult:
     """`wall_s`: until it ended. `done`: all steps are, within the deadline where there is one.
-    `goodput`: of the GPU-seconds that were paid for, those of steps that count. `causes`: how often
-    a generation came of what. `n_events`: that the driver was told."""
+    `goodput`: of the GPU-seconds that were paid for, the productive ones of steps that count.
+    `causes`: how often a generation came of what. `n_events`: that the driver was told."""
 
     usd: float
     wall_s: float
@@ -219,7 +220,7 @@ def run_on(
         backend.usd(),
         backend.now_s(),
         state.phase == "succeeded",
-        journal.useful_gpu_s / paid if paid else 0.0,
+        subject.productive * journal.useful_gpu_s / paid if paid else 0.0,
         backend.n_taken,
         dict(sorted(journal.causes.items())),
         state.outcome_reason,

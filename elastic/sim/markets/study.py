@@ -11,8 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf, isfinite, nan
 from typing import Any, get_args
 
+from elastic.catalog.on_demand_price import on_demand_price
 from elastic.catalog.restart_times import RAY_TRAIN
 from elastic.driver import Decide
 from elastic.errors import SpecError
@@ -28,7 +30,7 @@ from elastic.types import Pool
 from elastic.types.nouns import Source
 
 ELASTIC, BOUND, ON_DEMAND = "elastic", "bound", "on-demand"
-TICKS_MOST = 1500  # of a world: more are put together
+TICKS_MOST, PLAYED_MOST = 1500, 200_000  # of the bound and of baselines: more are put together
 START_TICKS = 8  # that a start is cut into at most
 EGRESS_USD_PER_GB = 0.02  # between regions of AWS: its price list for EC2, data transfer
 BOUND_NODES = 64  # beyond that the bound takes too long
@@ -78,6 +80,17 @@ class Study:
         hours = self.subject.job.deadline_h
         return 3600 * hours if hours else self.subject.given_up_s
 
+    @property
+    def on_demand_usd_per_h(self) -> float:
+        """Of a node with the GPUs of one of the spot pools; infinite = not known of one of them."""
+        pools = self.subject.pools
+        usd = [on_demand_price(pool, pools)[0] for pool in self.spot]
+        paid = [
+            inf if each is None else each * max(1, pool.gpus_per_node) * pool.max_nodes
+            for each, pool in zip(usd, self.spot, strict=True)
+        ]
+        return sum(paid) / sum(pool.max_nodes for pool in self.spot)
+
     def priced(self, start_at_s: float) -> Study:
         """With pools at the prices that their traces have then."""
         usd = {name: trace.usd_at(start_at_s) for name, trace in self.traces.items()}
@@ -95,7 +108,8 @@ class Study:
 
 @dataclass(frozen=True)
 class PolicyTrial:
-    """One policy from one start. `reason`: why a run of ours ended."""
+    """One policy from one start. `usd`: infinite or no number = not known; `reason`: why a run of
+    ours ended."""
 
     usd: float
     wall_s: float
@@ -104,10 +118,15 @@ class PolicyTrial:
     transitions: int = 0
     reason: str = ""
 
+    @property
+    def over_budget(self) -> bool:
+        return not self.done and self.reason.startswith("the budget of $")
+
 
 @dataclass(frozen=True)
 class StartResult:
-    """All policies from one start. `on_demand_usd`: of the job on demand alone; 0 = no price."""
+    """All policies from one start. `on_demand_usd`: of the job on demand alone; infinite =
+    not known."""
 
     start_at_s: float
     on_demand_usd: float
@@ -173,10 +192,10 @@ def checked(names: Sequence[str]) -> tuple[str, ...]:
 # ----------------------------------------------------------------------------------------- the runs
 
 
-def world_of(study: Study, start_at_s: float) -> TickWorld:
-    """What baselines and the bound see, at the prices of the traces, which elsewhere are those of
-    the pools. A group that no pool alone can hold spans them all. Raises SpecError for a deadline
-    that cannot be met, and for pools without a price."""
+def world_of(study: Study, start_at_s: float, *, most: int | None = None) -> TickWorld:
+    """What the bound sees, or baselines in the first `most` of their finer ticks, at the prices of
+    the traces, which elsewhere are those of the pools. A group that no pool alone can hold spans
+    them all. Raises SpecError for a deadline that cannot be met, and for pools without a price."""
     spot, subject = study.spot, study.subject
     fixed = [pool for pool in subject.pools if pool.market_type == "on-demand"]
     for pool in (*spot, *fixed):
@@ -191,14 +210,14 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         for t in study.traces.values()
     ]
     start_s = subject.delays.boot_s + subject.delays.prepare_s
-    tick_s = max(min(gaps), study.deadline_s / TICKS_MOST, start_s / START_TICKS)
+    coarsest_s = study.deadline_s / (TICKS_MOST if most is None else PLAYED_MOST)
     like = TickWorld(
-        min(tick_s, study.deadline_s),
+        min(max(min(gaps), coarsest_s, start_s / START_TICKS), study.deadline_s),
         (),
         study.n_nodes,
         study.group_s * study.n_nodes,
         0.0,
-        min(pool.usd_per_node_h for pool in fixed) if fixed else markets[0].mean_usd,
+        study.on_demand_usd_per_h,
         start_s,
         _egress_usd(study),
     )
@@ -208,6 +227,7 @@ def world_of(study: Study, start_at_s: float) -> TickWorld:
         start_at_s=start_at_s,
         deadline_s=study.deadline_s,
         ideal_s=subject.ideal_s if subject.every_s is None else subject.every_s,
+        most=most,
     )
     if max(pool.max_nodes for pool in spot) >= study.n_nodes:
         return world
@@ -268,12 +288,11 @@ def from_start(study: Study, seed: int) -> StartResult:
     for name in study.policies:
         if name == BOUND:
             most = replace(world, work_node_s=study.least_node_s)
-            usd = least_usd(most) if world.n_nodes <= BOUND_NODES else float("nan")
+            usd = least_usd(most) if world.n_nodes <= BOUND_NODES else nan
             usd += study.head_usd(study.subject.ideal_s)
-            trials[name] = PolicyTrial(usd, world.deadline_s, usd < float("inf"), 1.0)
+            trials[name] = PolicyTrial(usd, world.deadline_s, usd < inf, 1.0)
         elif name in BASELINES:
-            played = _baseline(world, name)
-            trials[name] = replace(played, usd=played.usd + study.head_usd(played.wall_s))
+            trials[name] = _baseline(study, start_at_s, name)
         else:
             changed = VARIANTS[name][0](study.subject) if name in VARIANTS else study.subject
             found = run_once(replace(study, subject=changed), start_at_s, seed=seed)
@@ -289,12 +308,20 @@ def from_start(study: Study, seed: int) -> StartResult:
     return StartResult(start_at_s, on_demand_usd, trials)
 
 
-def _baseline(world: TickWorld, name: str) -> PolicyTrial:
-    baseline = BASELINES[name]
-    made = replace(world, start_s=baseline.start_s) if baseline.start_s is not None else world
-    found = play(made, baseline.made(), baseline.lost_s)
+def _baseline(study: Study, start_at_s: float, name: str) -> PolicyTrial:
+    """Of its world no more is made than it lives in."""
+    baseline, most = BASELINES[name], TICKS_MOST
+    while True:
+        world = world_of(study, start_at_s, most=most)
+        own = replace(world, start_s=baseline.start_s) if baseline.start_s is not None else world
+        found = play(own, baseline.made(), baseline.lost_s)
+        if found.done_s is not None or world.n_ticks == world.whole_ticks:
+            break
+        most *= 2
     wall_s = world.deadline_s if found.done_s is None else found.done_s
-    return PolicyTrial(found.usd, wall_s, found.done_s is not None, found.busy_share, found.starts)
+    usd = found.usd + study.head_usd(wall_s)
+    goodput = study.subject.productive * found.busy_share
+    return PolicyTrial(usd, wall_s, found.done_s is not None, goodput, found.starts)
 
 
 @contextmanager
@@ -358,12 +385,14 @@ SPREADS = ("cost_usd", "cost_vs_on_demand", "cost_vs_bound", "wall_h", "goodput"
 
 @dataclass(frozen=True)
 class PolicySummary:
-    """Of one policy over all starts; a spread is None where it cannot be told."""
+    """Of one policy over all starts; a spread is None where it cannot be told. `deadline_misses`:
+    starts from which the job was not done; `budget_ends`: those of them that its budget ended."""
 
-    cost_usd: Spread
+    cost_usd: Spread | None
     wall_h: Spread
     goodput: Spread
     deadline_misses: int
+    budget_ends: int
     transitions: Spread
     cost_vs_on_demand: Spread | None = None
     cost_vs_bound: Spread | None = None
@@ -373,27 +402,30 @@ class PolicySummary:
             name: value.plain() if (value := getattr(self, name)) is not None else None
             for name in SPREADS
         }
-        return found | {"deadline_misses": self.deadline_misses}
+        return found | {"deadline_misses": self.deadline_misses, "budget_ends": self.budget_ends}
 
 
 def summary(results: Sequence[StartResult]) -> dict[str, PolicySummary]:
     """Policy -> its numbers; `bound` is among them, where it was asked for."""
-    names = list(results[0].trials)
     found: dict[str, PolicySummary] = {}
-    for name in names:
+    paid = [result.on_demand_usd for result in results]
+    bounds = [result.trials[BOUND].usd for result in results if BOUND in result.trials]
+    for name in results[0].trials:
         trials = [result.trials[name] for result in results]
-        bounds = [result.trials[BOUND].usd for result in results if BOUND in result.trials]
-        known = len(bounds) == len(results) and all(0 < usd < float("inf") for usd in bounds)
-        paid = [result.on_demand_usd for result in results]
+        usd = [trial.usd for trial in trials]
         found[name] = PolicySummary(
-            spread([trial.usd for trial in trials]),
+            spread(usd) if all(map(isfinite, usd)) else None,
             spread([trial.wall_s / 3600 for trial in trials]),
             spread([trial.goodput for trial in trials]),
             sum(not trial.done for trial in trials),
+            sum(trial.over_budget for trial in trials),
             spread([float(trial.transitions) for trial in trials]),
-            spread([t.usd / usd for t, usd in zip(trials, paid, strict=True)])
-            if all(paid)
-            else None,
-            spread([t.usd / usd for t, usd in zip(trials, bounds, strict=True)]) if known else None,
+            _against(usd, paid),
+            _against(usd, bounds),
         )
     return found
+
+
+def _against(usd: Sequence[float], other: Sequence[float]) -> Spread | None:
+    known = len(other) == len(usd) and all(map(isfinite, (*usd, *other))) and all(other)
+    return spread([a / b for a, b in zip(usd, other, strict=True)]) if known else None

@@ -22,8 +22,9 @@ Mode = Literal["idle", "spot", "on-demand"]
 
 @dataclass(frozen=True)
 class TickWorld:
-    """`spot`: zone -> nodes that it has in each tick, as many ticks as the deadline has.
-    `work_node_s`: of the whole job, on one node. Prices are per node and hour. `spot_usd`: zone ->
+    """`spot`: zone -> nodes that it has in each tick, as many ticks as the deadline has, or the
+    first of its `whole_ticks` (0 = it has all). `work_node_s`: of the whole job, on one node.
+    Prices are per node and hour; `on_demand_usd_per_h`: infinite = not known. `spot_usd`: zone ->
     the price in each tick, () = `spot_usd_per_h` in all of them; `lowest_usd`: in each tick the
     lowest of any node that is there then, which the bound pays. `egress_usd_per_node`: of the state
     that a node holds, from one zone to another."""
@@ -38,6 +39,7 @@ class TickWorld:
     egress_usd_per_node: float = 0.0
     spot_usd: tuple[tuple[float, ...], ...] = ()
     lowest_usd: tuple[float, ...] = ()
+    whole_ticks: int = 0
 
     @property
     def n_ticks(self) -> int:
@@ -45,7 +47,7 @@ class TickWorld:
 
     @property
     def deadline_s(self) -> float:
-        return self.n_ticks * self.tick_s
+        return (self.whole_ticks or self.n_ticks) * self.tick_s
 
     @property
     def ideal_s(self) -> float:
@@ -78,9 +80,11 @@ def tick_world(
     start_at_s: float,
     deadline_s: float,
     ideal_s: float = inf,
+    most: int | None = None,
 ) -> TickWorld:
-    """What the traces have from `start_at_s` until the deadline, at their prices, where all of them
-    have any; all else as in `like`. `ideal_s`: on more nodes than its own. Raises SpecError where
+    """What the traces have from `start_at_s` until the deadline, or in the first `most` ticks of
+    that, at their prices, where all of them have any; all else as in `like`. `ideal_s`: on more
+    nodes than its own. Raises SpecError where
     neither these nor on-demand nodes alone can meet the deadline, or a tick is longer than it."""
     tick_s = like.tick_s
     n_ticks = int(deadline_s // tick_s)
@@ -89,10 +93,9 @@ def tick_world(
             f"a tick of {tick_s:.0f} s is longer than the deadline of {deadline_s:.0f} s; give a "
             "finer trace, or a later deadline"
         )
-    spot = tuple(
-        tuple(trace.nodes_at(start_at_s + k * tick_s) for k in range(n_ticks)) for trace in traces
-    )
-    world = _priced(replace(like, spot=spot), traces, start_at_s)
+    ticks = range(n_ticks if most is None else min(most, n_ticks))
+    spot = tuple(tuple(trace.nodes_at(start_at_s + k * tick_s) for k in ticks) for trace in traces)
+    world = _priced(replace(like, spot=spot, whole_ticks=n_ticks), traces, start_at_s)
     least_s = min(world.least_s, ideal_s + world.start_s)
     if least_s > world.deadline_s:
         where = "on demand" if least_s == world.least_s else "on all nodes"

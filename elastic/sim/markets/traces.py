@@ -39,7 +39,7 @@ class Trace:
     """A step function. `at_s`: when each stretch begins, the first at 0, rising; `nodes`: that can
     be had in it; `usd_per_node_h`: the price in it, empty = the pool's own; `ends_s`: where the
     trace ends, after which it begins anew. `tick_s`: so often it was looked, 0 = at every
-    change."""
+    change. `of`: nodes that it is a share of, 0 = its most."""
 
     name: str
     at_s: tuple[float, ...]
@@ -47,11 +47,12 @@ class Trace:
     ends_s: float
     usd_per_node_h: tuple[float, ...] = ()
     tick_s: float = 0.0
+    of: int = 0
 
     @cached_property
     def most(self) -> int:
         """Nodes that were there at once: as many as were asked for, when it was recorded."""
-        return max(self.nodes)
+        return self.of or max(self.nodes)
 
     @property
     def share(self) -> float:

@@ -176,13 +176,6 @@ def test_of_such_a_pool_the_price_may_be_unknown() -> None:
     assert found == "the on-demand price of pool late is not known"
 
 
-def test_the_catalog_has_the_price_of_a_known_instance_type() -> None:
-    pool = Pool("s", "A100", 8, "spot", 10.0, instance_type="a2-highgpu-8g", region="us-central1")
-    price, source = savings.on_demand_price(pool, ())
-    assert price == pytest.approx(29.3871 / 8)
-    assert "a2-highgpu-8g in us-central1, the catalog's price" in source
-
-
 def test_against_trainers_that_restart() -> None:
     seen = seen_of(priced())
     found = savings.against_restarts(seen.view, seen.account, seen.history)

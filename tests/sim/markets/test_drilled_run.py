@@ -37,14 +37,14 @@ CHANGES_S = {
 REAL = Calibration(
     Delays(boot_s=0.4, prepare_s=6.0, store_s=0.9, copy_s=0.02, detect_s=0.3, confirm_s=0.3,
            quiesce_s=0.2, release_s=0.1, changes_s=CHANGES_S),
-    {"dp_shard=3": 0.4, "dp_shard=2": 0.6, "dp_shard=1": 1.2}, 1.0, {},
+    {(0, "dp_shard=3"): 0.4, (0, "dp_shard=2"): 0.6, (0, "dp_shard=1"): 1.2}, 1.0, {},
     first_prepare_s=9.0, evaluation_s=0.5, work=0.95, data=0.01, start=START,
 )  # fmt: skip
 
 
 def run(drill: Sequence[Mapping[str, Any]], measured: Calibration = REAL) -> list[Line]:
     def step_s(plan: Plan) -> float:
-        return measured.step_s[str(plan.layout)]
+        return measured.step_s[0, str(plan.layout)]
 
     return drilled_run(START, drill, measured=measured, step_s=step_s)
 
@@ -71,7 +71,7 @@ def test_what_one_run_measures_predicts_another() -> None:
     measured = calibrated(run(FIRST_DRILL))
     for kind in ("notice/live", "growth/live", "loss/peer", "start/fresh"):
         assert measured.delays.changes_s[kind] == pytest.approx(CHANGES_S[kind], abs=0.1), kind
-    assert measured.step_s["dp_shard=2"] == pytest.approx(0.6, rel=0.02)
+    assert measured.step_s[0, "dp_shard=2"] == pytest.approx(0.6, rel=0.02)
     assert measured.first_prepare_s == pytest.approx(9.0, abs=0.1)
     assert measured.delays.prepare_s == pytest.approx(6.0, abs=0.1)
     assert measured.evaluation_s == pytest.approx(0.5)

@@ -4,7 +4,9 @@ change nothing but the time it takes."""
 from __future__ import annotations
 
 import gc
+import json
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -19,9 +21,12 @@ from elastic.sim.markets.market_run import COLLECTED_AFTER, RunResult, RunSubjec
 from elastic.sim.markets.study import (
     KNOWN,
     USUAL,
+    PolicyTrial,
+    StartResult,
     Study,
     carried_out,
     checked,
+    from_start,
     policy_of,
     spread,
     summary,
@@ -232,6 +237,65 @@ def test_pools_without_a_price_are_refused() -> None:
         world_of(replace(free, subject=replace(free.subject, pools=pools)), 0.0)
 
 
+def of_gpus(*pools: Pool) -> Study:
+    """The study with these pools."""
+    made = study(("elastic", "on-demand", "greedy", "skynomad", "bound"), n=1)
+    return replace(made, subject=replace(made.subject, pools=pools))
+
+
+def test_on_demand_costs_what_as_many_of_the_same_gpus_do() -> None:
+    spot = Pool("spot", "A100-80GB", 8, "spot", 10.0, 0, 4)
+    single = Pool("fixed", "A100-80GB", 1, "on-demand", 3.0, 0, 4)
+    assert world_of(of_gpus(spot, single), 0.0).on_demand_usd_per_h == 24.0
+    other = replace(single, accelerator_type="T4", usd_per_node_h=0.5)
+    assert world_of(of_gpus(spot, other), 0.0).on_demand_usd_per_h == inf
+    in_catalog = replace(spot, instance_type="p4de.24xlarge", region="us-east-1")
+    assert 20 < world_of(of_gpus(in_catalog, other), 0.0).on_demand_usd_per_h < 50
+
+
+def test_dollars_that_nobody_knows_are_none() -> None:
+    """The bound has spot alone; so has greedy, which ends on demand where the deadline asks it."""
+    spot = study().subject.pools[0]
+    found = summary(carried_out(of_gpus(spot), processes=1))
+    own, fixed = found["elastic"], found["on-demand"]
+    assert own.cost_usd is not None and own.cost_vs_on_demand is None
+    assert fixed.cost_usd is None and fixed.cost_vs_bound is None and fixed.deadline_misses == 0
+    assert own.cost_vs_bound is not None and own.cost_vs_bound.median >= 1
+    sold = replace(spot, instance_type="m5.2xlarge", region="us-east-1", usd_per_node_h=0.1)
+    saved = summary(carried_out(of_gpus(sold), processes=1))["elastic"].cost_vs_on_demand
+    assert saved is not None and saved.p95 < 0.5
+
+
+def test_no_number_is_none_in_plain_data() -> None:
+    """As that of a bound which is not computed."""
+    trials = {
+        "bound": PolicyTrial(nan, 60.0, False, 1.0),
+        "greedy": PolicyTrial(1.0, 60.0, True, 1.0),
+    }
+    found = summary([StartResult(0.0, inf, trials)])
+    assert found["bound"].cost_usd is None and found["greedy"].cost_vs_bound is None
+    json.dumps({name: one.plain() for name, one in found.items()}, allow_nan=False)
+
+
+def test_without_a_deadline_other_policies_see_each_change_too() -> None:
+    """Twenty minutes with all nodes, twenty without: a start in each of them."""
+    trace = Trace("t", (0.0, 1200.0), (4, 0), 2400.0)
+    asked = Study(subject(hours=48.0), {"spot": trace}, ("greedy",), 1)
+    found = from_start(asked, 0).trials["greedy"]
+    assert found.done and found.transitions == pytest.approx(found.wall_s / 2400, abs=1)
+    late = replace(asked, subject=asked.subject.with_deadline(400.0))
+    assert from_start(late, 0).trials["greedy"].transitions == found.transitions
+
+
+def test_goodput_is_of_what_is_productive() -> None:
+    whole, half = (
+        from_start(replace(study(n=1), subject=replace(study().subject, productive=share)), 0)
+        for share in (1.0, 0.5)
+    )
+    for name in ("elastic", "greedy"):
+        assert half.trials[name].goodput == pytest.approx(whole.trials[name].goodput / 2)
+
+
 POLICIES = ("elastic", "on-demand", "greedy", "uniform-progress", "skynomad", "bound")
 
 
@@ -296,7 +360,7 @@ def test_a_run_says_how_long_things_take() -> None:
     assert found.delays.boot_s == pytest.approx(DELAYS.boot_s, abs=2.0)
     assert found.delays.prepare_s == pytest.approx(DELAYS.prepare_s, abs=0.5)
     assert found.delays.store_s == DELAYS.store_s or "store_s" in found.seen
-    assert found.step_s["dp_shard=4"] == pytest.approx(10.0)
+    assert found.step_s[0, "dp_shard=4"] == pytest.approx(10.0)
     with pytest.raises(SpecError, match="measures nothing"):
         calibrated(result.lines[:3])
 

@@ -4,13 +4,14 @@ seen."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic.errors import SpecError
 from elastic.ledger.journal import Line
-from elastic.sim.markets.generators import fitted, usual
+from elastic.sim.markets.generators import FittedMarket, fitted, usual
 from elastic.sim.markets.traces import Trace, load_trace, load_traces, of_run
 from elastic.types import (
     DriverStarted,
@@ -157,6 +158,22 @@ def test_a_fit_makes_others_like_it_and_says_how_near() -> None:
     assert quality["share_made"] == pytest.approx(trace.share, abs=0.15)
     with pytest.raises(SpecError, match="never changes"):
         fitted(Trace("flat", (0.0,), (3,), moments[-1]))
+
+
+def test_what_is_made_like_a_trace_is_of_as_many_nodes_and_at_its_prices() -> None:
+    """Also where it never has them all."""
+    at_s, nodes = (0.0, 1e6, 1e6 + 60, 1e6 + 120), (1, 0, 2, 1)
+    trace = Trace("t", at_s, nodes, 1e6 + 180, (1.0, 5.0, 3.0, 1.0))
+    fit = fitted(trace)
+    made = next(made for k in range(99) if max((made := of(fit, k)).nodes) == 4)
+    assert made.most == 8 and made.scaled(8) is made and made.scaled(16).nodes[0] == 8
+    assert set(made.usd_per_node_h) <= {1.0, 5.0} and made.usd_per_node_h[0] == 1.0
+    assert fit.usd_per_node_h == (5.0, 1.0, 3.0)
+    assert of(fitted(replace(trace, usd_per_node_h=())), 0).usd_per_node_h == ()
+
+
+def of(fit: FittedMarket, seed: int) -> Trace:
+    return fit.made(nodes=8, length_s=1e5, seed=seed)
 
 
 def test_a_made_up_market_has_the_rates_that_it_was_made_of() -> None:
