@@ -174,6 +174,12 @@ class Gates:
     # processes that die on one node end the run as well, where it was quarantined between two of
     # them and there are no others, else it is tried again for ever
     bounds_alone: bool = False
+    # a run that has done a step bears a network that fails for some minutes, however often it is
+    # tried within them, else five attempts
+    outlasts_breaks: bool = False
+    # a node that was quarantined since processes died on it is tried again when it may be used, and
+    # quarantined at the next death, else before it is tried, for as long as these are of that hour
+    tries_again: bool = False
 
 
 NAMES = tuple(one.name for one in fields(Gates))

@@ -10,6 +10,7 @@ from elastic.policy.faults.refused_layouts import unusable_layouts
 from elastic.policy.state.state import State
 
 INFRASTRUCTURE_MOST = 5  # in a row without progress
+OUTAGE_S = 300.0  # behind a step, a failing network is borne for so long, however often it is tried
 SCRIPTS_MOST = 3  # the same for the processes of a script that is restarted
 PROCESS_MOST = 3  # replacements per node and hour
 DEATHS_MOST = 8  # generations in a row without progress in which a process died, on several nodes
@@ -50,6 +51,11 @@ def gave_up(state: State) -> str:
         unread_data.waited_until_s(state),
         tried_until_s(state) or 0.0,
     )
+    waits = waits or (
+        state.outlasts_breaks
+        and state.last_step_at_s > 0.0
+        and failure.at_s < state.last_step_at_s + OUTAGE_S
+    )
     if failure.cause == "infrastructure" and state.retries >= most and not waits:
         tried = f"{state.retries} attempts in a row made no progress past step {state.best_step}"
         last = f"the last one: {failure.reason}"
@@ -83,6 +89,8 @@ def worn_out(state: State, node_id: str, now_s: float) -> str:
             f"time: {silent[-1]})"
         )
     hour = [t for t in state.process_failures.get(node_id, ()) if t > now_s - 3600]
+    if state.tries_again and hour and hour[-1] < state.kept_out.get(node_id, (0, 0.0))[1]:
+        hour = []  # it was quarantined for these: the next one is its last
     if len(hour) > PROCESS_MOST:
         return f"{len(hour)} of its processes failed within an hour, {PROCESS_MOST} are replaced"
     short = len(state.short.get(node_id, ()))

@@ -368,8 +368,7 @@ class State(Gates):
     # kind of WorkerFailed -> what could not be read, without progress since (unread_data.py)
     unread: Mapping[str, ReadFailures] = field(default_factory=dict)
     mismatches: Mapping[int, str] = field(default_factory=dict)  # of generations there, likewise
-    # where ranks of the aborted generation stood
-    stood: Mapping[WorkerId, str] = field(default_factory=dict)
+    stood: Mapping[WorkerId, str] = field(default_factory=dict)  # where, in the aborted generation
     apart: tuple[Apart, ...] = ()  # in order of their names; until they have met
     # generations behind which nodes were left out for that, in a row without progress
     left_out_behind: tuple[int, ...] = ()
@@ -391,8 +390,6 @@ class State(Gates):
     digests: Mapping[int, str] = field(default_factory=dict)  # step -> of all samples up to it
     usd: float = 0.0
     billed_at_s: float = 0.0
-
-    # ------------------------------------------------------------------ questions
 
     @property
     def steps(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.policy.story import SPOT, Story, orders, stopped
 
-from elastic.policy.faults.retries import DEATHS_MOST
+from elastic.policy.faults.retries import DEATHS_MOST, OUTAGE_S
 from elastic.policy.state.fold import fold
 from elastic.types import (
     Node,
@@ -145,3 +145,40 @@ def test_what_failed_on_nodes_that_are_long_gone_is_forgotten() -> None:
         state = replace(state, silences={**state.silences, name: ((now_s, "silent"),)})
     state = fold(state, Silent(WorkerId("n0", 0), plan.generation, "stepping", 9.0), now_s)
     assert len(state.process_failures) == len(state.silences) - 1 == 3600 // 86.4 + 1
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_node_whose_time_is_over_is_tried_again_and_goes_at_the_next_death(flag: bool) -> None:
+    made = Story((replace(SPOT, market_type="owned"),))
+    made.state = replace(made.state, keeps_out=True, tries_again=flag)
+    made.nodes("n0")
+    died, outs, at = 0, [], []
+    while len(outs) < 3:
+        made.tick(after_s=20)
+        made.entered()
+        order, died = dies_at_once(made), died + 1
+        while order is not None and len(outs) < 3:
+            outs, at = [*outs, order.out_s], [*at, died]
+            made.tick(NodeLost("n0", "released"))
+            made.tick(NodeReady(Node("n0", "spot")), after_s=order.out_s + 1)
+            order = quarantined(made)
+        made.tick(NodePrepared("n0"), after_s=20)
+    assert outs == [300.0, 600.0, 1200.0]
+    assert at == ([4, 5, 6] if flag else [4, 4, 4])
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_network_that_fails_for_minutes_behind_a_step_is_outlasted(flag: bool) -> None:
+    made = story()
+    made.state = replace(made.state, outlasts_breaks=flag)
+    begun_s = made.now_s
+    while made.state.phase != "failed":
+        plan = made.state.plan
+        assert plan is not None
+        made.tick(WorkerFailed(WorkerId("n0", 0), plan.generation, "collective", "timed out"))
+        made.quiesced(plan, {"n0": [(0, 4, "live")]})
+        if made.state.phase != "failed":
+            made.tick(after_s=(made.decisions[-1].wake_at_s or 0) - made.now_s)
+            made.entered()
+    assert "attempts in a row" in stopped(made).reason
+    assert (OUTAGE_S <= made.now_s - begun_s < OUTAGE_S + 60.0) is flag
