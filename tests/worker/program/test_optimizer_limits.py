@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from support.places import PROGRAMS
 
 from elastic.errors import ProgramError
 from elastic.program import Program, load_program
+from elastic.types import TensorSpec
 from elastic.worker.program.element_wise import what_they_keep
 from elastic.worker.program.model_profile import trace
 
@@ -190,9 +191,9 @@ def with_norms(parameters: list[Any], lr: float) -> torch.optim.AdamW:
     return optimizer
 
 
-def kept(kind: Callable[..., torch.optim.Optimizer]) -> Any:
+def kept(kind: Callable[..., torch.optim.Optimizer], specs: Sequence[TensorSpec] = SPECS) -> Any:
     program: Program = replace(BARE, optimizer=lambda named: kind([p for _, p in named], lr=0.1))
-    return what_they_keep(program, SPECS).optimizers
+    return what_they_keep(program, specs).optimizers
 
 
 @pytest.mark.parametrize(
@@ -264,6 +265,8 @@ def test_state_of_another_type_keeps_it() -> None:
     """At its owner; a count is the same number in each."""
     assert all(one.entries == ("mean",) and not one.form for one in kept(Typed))
     assert all("bfloat16" in str(one.owned) for one in kept(Half))
+    found = kept(Typed, [replace(spec, dtype="bfloat16") for spec in SPECS])
+    assert all("float32" in str(one.owned) and not one.entries for one in found)
 
 
 @pytest.mark.parametrize(
