@@ -117,7 +117,7 @@ def products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def combined(found: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """What the experts made [tokens x k, hidden], as the choices were sorted by `order`, weighted
     and added up in the router's order: [tokens, hidden]."""
-    each = found[order.argsort()].view(*weights.shape, -1)
+    each = found[order.argsort()].view(*weights.shape, found.shape[-1])
     out: Tensor = (each * weights.unsqueeze(-1)).sum(-2)
     return out
 

@@ -18,6 +18,7 @@ from elastic.data.collate import collate
 from elastic.data.open_datasets import Sets, validation_of
 from elastic.data.order import sample_ids
 from elastic.errors import ElasticError, ProgramError
+from elastic.models.experts import MixtureOfExperts
 from elastic.program import Program, drawing
 from elastic.text import n_of
 from elastic.types import Job, Layout, is_auto
@@ -48,6 +49,7 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> str:
     with torch.random.fork_rng(devices=[]):
         try:
             model = build_meta(program)
+            _check_filling(model, job)
             stopped = check_on_shapes(
                 program,
                 model,
@@ -68,6 +70,22 @@ def check_before_start(program: Program, job: Job, dataset: Any) -> str:
             log.info("its loss was not looked at: %s", " ".join(str(stopped).split())[:200])
             _check_with_values(program, lambda: first_sample(job, dataset, 1), stopped)
     return note
+
+
+def _check_filling(model: nn.Module, job: Job) -> None:
+    """Raises ProgramError for a mixture that is balanced by all places of micro-batches, of which
+    another number are filling in each layout."""
+    for name, module in model.named_modules() if job.microbatch_tokens else ():
+        if isinstance(module, MixtureOfExperts):
+            biased = module.bias_rate and module.gate.weight.requires_grad
+            by = "balance" if module.balance else "bias_rate" if biased else ""
+            if by:
+                raise ProgramError(
+                    f"{name} is balanced by {by}, which counts filling as tokens, and with "
+                    f"microbatch_tokens each layout has another number of these; leave {by} out, "
+                    "or fill all samples up to one length (data: pack: pad) without "
+                    "microbatch_tokens"
+                )
 
 
 def _check_lr_factor(program: Program) -> None:

@@ -24,23 +24,28 @@ class Commit:
     samples: tuple[int, int] = (0, 0)  # digest of the sample ids that the ranks trained on
     overflowed: bool = False  # some rank's gradients overflowed float16: the step is skipped
     block_square_norms: tuple[float, ...] = ()  # () = nobody has asked for them in this step
+    unreached: tuple[int, ...] = ()  # numbers of the parameters that no rank's samples reach
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """As the driver keeps it, for ranks that missed it."""
         sums = (self.square_norm, self.loss_sum, self.tokens)
-        return (*sums, *map(float, self.samples), float(self.overflowed), *self.block_square_norms)
+        flags = (*self.samples, self.overflowed + 2 * len(self.unreached), *self.unreached)
+        return (*sums, *map(float, flags), *self.block_square_norms)
 
     def told(self, *, skipped: bool) -> tuple[float, ...]:
         """Of it, as much as the report of a step needs."""
-        return replace(self, overflowed=self.overflowed or skipped, block_square_norms=()).numbers
+        overflowed = self.overflowed or skipped
+        return replace(self, overflowed=overflowed, block_square_norms=(), unreached=()).numbers
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Commit:
-        square_norm, loss_sum, tokens, one, two, overflowed, *blocks = numbers
+        square_norm, loss_sum, tokens, one, two, flags, *more = numbers
+        n_unreached, overflowed = divmod(int(flags), 2)
         return cls(
-            square_norm, loss_sum, tokens, (int(one), int(two)), bool(overflowed), tuple(blocks)
-        )
+            square_norm, loss_sum, tokens, (int(one), int(two)), bool(overflowed),
+            tuple(more[n_unreached:]), tuple(map(int, more[:n_unreached])),
+        )  # fmt: skip
 
     @property
     def train_loss(self) -> float:

@@ -39,7 +39,7 @@ from elastic.worker.program.owned.optimizer_counters import (
     Values,
     changed,
 )
-from elastic.worker.program.owned.shape_trial import indexed, owned_specs
+from elastic.worker.program.owned.shape_trial import indexed, other_than_tiny, owned_specs
 
 LARGE = (64, 128)  # of many optimizers' thresholds the commonest is 4096 elements
 SMALL = (2, 2)  # what a rank may have of it
@@ -99,6 +99,9 @@ def _kept(program: Program, specs: Sequence[TensorSpec]) -> OptimizerEntries:
     _check_draws(program, every, owners)
     part = Dry(program, every, [s for s in replicas if owners[s.fqn] in found], PART)
     found = _same_when_large(program, every, _same_in_parts(course, part, found), owners=owners)
+    tried = {name: kept for name, kept in found.items() if name in foreign}
+    other = other_than_tiny(program, every, owners, kept=tried)
+    found = {name: kept for name, kept in found.items() if name not in other}
     at_owners = [name for name in names if name not in found]
     _check_at_owners(course, at_owners)
     in_parts = [s for s in replicas if owners[s.fqn] in found and owners[s.fqn] in foreign]

@@ -21,7 +21,7 @@ from elastic.program import Program
 from elastic.reshard.rank_boxes import RNG, boxes, first_values, owned_boxes, reread_boxes
 from elastic.types import Box, Holding, Job, Layout, ModelProfile, Transfer, WorkerId
 from elastic.types.grid import coordinates, replica_key, stages_at
-from elastic.worker.parallel.model_options import ModelOptions, to_empty
+from elastic.worker.parallel.model_options import ModelOptions, needs_fsdp, to_empty
 from elastic.worker.parallel.parallelize import WHOLE, local, parallelize, tie_again
 from elastic.worker.parallel.pipeline import cut_stage
 from elastic.worker.process.readback import square_norms
@@ -32,6 +32,7 @@ from elastic.worker.program.weights import cut, fill
 from elastic.worker.state.buffers import StepBuffers
 from elastic.worker.state.host_copy import BufferLease, Tensors
 from elastic.worker.state.owner_update import OwnerUpdate
+from elastic.worker.state.reached_parameters import ReachedParameters
 
 
 def region(tensors: Mapping[str, tuple[Box, torch.Tensor]], transfer: Transfer) -> torch.Tensor:
@@ -135,6 +136,13 @@ class TrainState:
         watched = [tensor for fqn, (_, tensor) in self.tensors.items() if fqn in buffers]
         self.buffers = StepBuffers(watched, self.models)
         self.owned_parameters = [fqn for fqn, _ in trainable if "model." + fqn in owned]
+        trained = [s.fqn for s in profile.specs if s.trainable and not s.buffer and not s.tied_to]
+        self.reached = ReachedParameters(
+            self.models,
+            self.parameters,
+            names=trained if layout.dp * layout.cp > 1 else (),
+            kept=(layout.pp > 1 or layout.zero_stage == 1) and needs_fsdp(job, layout),
+        )
 
     def _stage(self, stage: int, groups: Groups, job: Job) -> nn.Module:
         """One pipeline stage's module, cut for this rank, with memory."""

@@ -3,7 +3,7 @@ comes out of the sum.
 
 Most slots are sums or counts over the ranks; a slot of its own has what only one rank says. How it
 is written there is known here alone. At 8,192 ranks that are all data-parallel the vector has 197
-kB.
+kB, and 8 bytes for each parameter tensor.
 """
 
 from __future__ import annotations
@@ -50,11 +50,16 @@ class Slots:
     n_small: int = 0  # 1 in steps that measure the gradient noise
     n_calls: int = 0  # 2 where a script's loop computes the gradients
     n_routed: int = 0  # the ranks, where tokens go to experts at other ranks
+    n_reached: int = 0  # the parameters whose gradients several ranks add up
 
     @classmethod
-    def of(cls, layout: Layout, n_blocks: int = 0, *, n_small: int = 0, n_calls: int = 0) -> Slots:
+    def of(
+        cls, layout: Layout, n_blocks: int = 0, *, n_small: int = 0, n_calls: int = 0,
+        n_reached: int = 0,
+    ) -> Slots:  # fmt: skip
         n = layout.world_size
-        return cls(n, layout.dp, n_blocks, n_small, n_calls, n if layout.ep > 1 else 0)
+        routed = n if layout.ep > 1 else 0
+        return cls(n, layout.dp, n_blocks, n_small, n_calls, routed, n_reached)
 
     @property
     def widths(self) -> Mapping[str, int]:
@@ -64,7 +69,7 @@ class Slots:
             "save": 1, "copies_stored": 1, "copies_failed": 1, "copies_free": 1, "cadence": 3,
             "block_square_norms": self.n_blocks, "unit_s": self.n_ranks, "data_s": self.n_ranks,
             "of_dp": self.dp, "small_square_norm": self.n_small, "calls": self.n_calls,
-            "routed": self.n_routed,
+            "routed": self.n_routed, "reached": self.n_reached,
         }  # fmt: skip
 
 
@@ -81,6 +86,7 @@ class RankPart:
     small_square_norm: float = 0.0  # sum of those of its single micro-batches' gradients
     calls: int = 0  # the mark of what its script has called since the commit before
     routed: int = 0  # tokens that came to its experts since the commit before
+    reached: Sequence[float] = ()  # of each parameter: 1 where a gradient has come to it here
 
     def pack(self, slots: Slots) -> torch.Tensor:
         """float64 [sum of the slots' widths]. Raises ProgramError where a number does not fit into
@@ -98,6 +104,7 @@ class RankPart:
             "small_square_norm": [self.small_square_norm] * slots.n_small,
             "calls": (self.calls, self.calls**2)[: slots.n_calls],
             "routed": _alone(self.routed, self.rank, slots.n_ranks)[: slots.n_routed],
+            "reached": self.reached,
         }  # fmt: skip
         numbers = chain.from_iterable(found[name] for name in slots.widths)
         return torch.tensor(list(numbers), dtype=torch.float64)
@@ -150,6 +157,7 @@ class CommitReport:
         commit = Commit(
             one("square_norm"), one("loss_sum"), one("tokens"), (first, second),
             one("overflowed") > 0, tuple(parts["block_square_norms"]),
+            tuple(number for number, n in enumerate(parts["reached"]) if not n),
         )  # fmt: skip
         said, peer_every, durable_every = map(int, parts["cadence"])
         of_dp = (divmod(int(number), TOKENS_MOST) for number in parts["of_dp"])

@@ -113,6 +113,7 @@ class Stepper(ForwardBackward):
         if local is not None:
             local.begin()
         self.state.buffers.note()
+        self.state.reached.begin()
         self.norms.begin()
         self.spans.next_step()
         if self.kept is not None:
@@ -253,8 +254,9 @@ class Stepper(ForwardBackward):
             self.state.skip()
         else:
             scale = factor / max(1.0, commit.tokens) / self.loss_scale.value
+            gradients = self.state.reached.without(pending.gradients, commit.unreached)
             with axis_range("optimizer"):
-                self.state.apply(pending.gradients, scale, pending.routed)
+                self.state.apply(gradients, scale, pending.routed)
         self.loss_scale.after(commit.overflowed)
         self._note(commit)
 
@@ -317,7 +319,10 @@ class Stepper(ForwardBackward):
         not those of the step."""
         n_calls = 0 if self.script is None else 2
         n_blocks, n_small = len(pending.block_square_norms), len(pending.small)
-        slots = Slots.of(self.plan.layout, n_blocks, n_small=n_small, n_calls=n_calls)
+        slots = Slots.of(
+            self.plan.layout, n_blocks, n_small=n_small, n_calls=n_calls,
+            n_reached=len(self.state.reached.names),
+        )  # fmt: skip
         vector = self.groups.commit.all_reduce(self._part(pending, words).pack(slots))
         heard = CommitReport.unpack(vector, slots)
         if heard.calls_differ:
@@ -360,7 +365,7 @@ class Stepper(ForwardBackward):
         calls = self.script.calls.take_mark() if self.script is not None else 0
         return RankPart(
             self.rank, self.dp, sums, words, unit_s, sum(pending.small), calls,
-            self.state.taken_routed(),
+            self.state.taken_routed(), self.state.reached.flags,
         )  # fmt: skip
 
     def _check_samples(self, commit: Commit) -> None:

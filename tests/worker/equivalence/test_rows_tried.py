@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic.errors import ProgramError
+from elastic.models.experts import MixtureOfExperts
 from elastic.program import Program
 from elastic.types import Job, Pool
 from elastic.worker.equivalence.loss_is_sum import check_before_start, check_no_rows
@@ -125,6 +127,31 @@ def test_the_length_of_a_sample_is_asked_for_once_while_that_is_found_out() -> N
 
 def test_a_program_that_takes_no_rows_is_right() -> None:
     before_start(JOB, model=lambda: Heads(only_there=True))
+
+
+class Mixtures(nn.Module):
+    def __init__(self, **balanced: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.layers = nn.ModuleList([MixtureOfExperts(8, 8, 4, top_k=2, **balanced)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.layers[0](self.embed(ids))
+        return found
+
+
+@pytest.mark.parametrize("by", ["balance", "bias_rate"])
+def test_a_mixture_that_would_be_balanced_by_filling_is_refused(by: str) -> None:
+    model = partial(Mixtures, **{by: 0.01})
+    with pytest.raises(ProgramError) as raised:
+        before_start(JOB, model=model)
+    assert str(raised.value) == (
+        f"layers.0 is balanced by {by}, which counts filling as tokens, and with microbatch_tokens "
+        f"each layout has another number of these; leave {by} out, or fill all samples up to one "
+        "length (data: pack: pad) without microbatch_tokens"
+    )
+    before_start(replace(JOB, microbatch_tokens=None), model=model)
+    before_start(JOB, model=Mixtures)
 
 
 def test_at_a_later_step_a_worker_says_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from elastic.errors import ProgramError
 from elastic.ledger.journal import decode, encode
 from elastic.program import Program, load_program
-from elastic.types import Job, Layout
+from elastic.types import Job, Layout, TensorSpec
 from elastic.worker.process_groups.groups import Groups
 from elastic.worker.program.element_wise import what_they_keep
 from elastic.worker.program.loop_program import module_factory
@@ -197,9 +197,9 @@ def with_norms(parameters: list[Any], lr: float) -> torch.optim.AdamW:
     return optimizer
 
 
-def kept(kind: Callable[..., torch.optim.Optimizer]) -> Any:
+def kept(kind: Callable[..., torch.optim.Optimizer], specs: Sequence[TensorSpec] = SPECS) -> Any:
     program: Program = replace(BARE, optimizer=lambda named: kind([p for _, p in named], lr=0.1))
-    return what_they_keep(program, SPECS).optimizers
+    return what_they_keep(program, specs).optimizers
 
 
 @pytest.mark.parametrize(
@@ -271,6 +271,8 @@ def test_state_of_another_type_keeps_it() -> None:
     """At its owner; a count is the same number in each."""
     assert all(one.entries == ("mean",) and not one.form for one in kept(Typed))
     assert all("bfloat16" in str(one.owned) for one in kept(Half))
+    found = kept(Typed, [replace(spec, dtype="bfloat16") for spec in SPECS])
+    assert all("float32" in str(one.owned) and not one.entries for one in found)
 
 
 @pytest.mark.parametrize(

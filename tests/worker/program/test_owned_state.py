@@ -117,6 +117,52 @@ def test_an_optimizer_of_few_bits_steps_whole_tensors(bits: int) -> None:
     assert [e.dtype for e in small.owned if "exp" in e.name] == ["float32", "float32"]
 
 
+class Factored(torch.optim.SGD):
+    """Keeps sums of rows and columns, instead of a moment, of what has so many of both."""
+
+    least = 32
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, square = self.state[p], p.grad.square()
+                factored = p.ndim == 2 and min(p.shape) >= self.least
+                if not state and factored:
+                    state["row"], state["column"] = p.new_zeros(len(p)), p.new_zeros(p.shape[1])
+                elif not state:
+                    state["square"] = torch.zeros_like(p)
+                if "row" in state:
+                    state["row"].lerp_(square.mean(1), 0.1)
+                    state["column"].lerp_(square.mean(0), 0.1)
+                    square = state["row"][:, None] * state["column"] / state["row"].mean()
+                else:
+                    square = state["square"].lerp_(square, 0.1)
+                p.sub_(p.grad / (square.sqrt() + 1e-8), alpha=group["lr"])
+        return None
+
+
+class FactoredLate(Factored):
+    least = 128
+
+
+@pytest.mark.parametrize("kind", [Factored, FactoredLate])
+def test_one_that_keeps_factors_of_large_matrices_steps_whole_tensors(kind: type[Factored]) -> None:
+    """Where the model has none so large, its ranks step their parts."""
+    program = Program(
+        model=torch.nn.Identity,
+        loss=lambda output, batch: output.sum(),
+        optimizer=lambda named: kind([p for _, p in named], lr=1e-3),
+    )
+    small = [TensorSpec("w", (kind.least, 16), "float32"), TensorSpec("b", (256,), "float32")]
+    found = what_they_keep(program, [TensorSpec("large", (256, 256), "float32"), *small])
+    assert all(one.form and not one.entries for one in found.optimizers)
+    large, vector = (found.optimizers[found.of[name]] for name in ("large", "b"))
+    assert [(e.name, e.shape) for e in large.owned[1:]] == [("row", (256,)), ("column", (256,))]
+    assert [(e.name, e.shape) for e in vector.owned[1:]] == [("square", (256,))]
+    assert [one.entries for one in what_they_keep(program, small).optimizers] == [("square",)]
+
+
 @pytest.mark.parametrize(
     ("states", "said"),
     [

@@ -51,7 +51,9 @@ def heard(parts: list[RankPart], layout: Layout = FOUR) -> CommitReport:
     first = parts[0]
     n_small, n_calls = (1 if first.small_square_norm else 0), 2 * any(p.calls for p in parts)
     n_blocks = len(first.sums.block_square_norms)
-    slots = Slots.of(layout, n_blocks, n_small=n_small, n_calls=n_calls)
+    slots = Slots.of(
+        layout, n_blocks, n_small=n_small, n_calls=n_calls, n_reached=len(first.reached)
+    )
     return CommitReport.unpack(reduce(torch.add, [part.pack(slots) for part in parts]), slots)
 
 
@@ -158,6 +160,18 @@ def test_what_others_need_of_a_commit_is_kept_in_numbers() -> None:
         float
     }
     assert Commit.of(NOTHING.numbers) == NOTHING
+    for blocks in ((), (0.5, 1.5)):
+        few = replace(commit, block_square_norms=blocks, unreached=(0, 7))
+        assert (
+            Commit.of(few.numbers) == few
+            and few.told(skipped=False) == replace(commit, block_square_norms=()).numbers
+        )
+
+
+def test_a_parameter_is_reached_where_one_rank_has_reached_it() -> None:
+    each = {0: (1.0, 0.0, 0.0, 1.0), 3: (0.0, 0.0, 0.0, 1.0)}
+    parts = [replace(part, reached=each.get(part.rank, (0.0,) * 4)) for part in said(FOUR)]
+    assert heard(parts).commit.unreached == (1, 2)
 
 
 def test_the_size_at_8192_ranks() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,10 +19,11 @@ from torch.utils.flop_counter import flop_registry
 
 from elastic.errors import ProgramError
 from elastic.program import Program
-from elastic.types import OptimizerSpec, OwnedEntry, TensorSpec
+from elastic.types import OptimizerSpec, TensorSpec
 from elastic.worker.program.optimizers import Optimizers, line_of, shown, step_of
-from elastic.worker.program.owned.state_form import StateForm, form_of
+from elastic.worker.program.owned.state_form import form_of
 
+T = TypeVar("T")
 STEPS = 3
 REAL_MOST = 1 << 22  # elements of a tensor that is stepped for the trial
 # FLOPs of a decomposition of an n x n matrix over n**3 (Golub and Van Loan 2013, chapters 4, 5, 8)
@@ -37,16 +38,67 @@ def owned_specs(
 ) -> dict[str, OptimizerSpec]:
     """Parameter -> what its owner keeps, of the optimizers `names`. `of`: parameter -> optimizer.
     Raises ProgramError that names the one whose state cannot be known."""
-    mine = [spec for spec in every if of[spec.fqn] in names]
-    settings = _settings(program, every)
-    known: dict[Any, OptimizerSpec] = {}
-    found = {}
-    for spec in mine:
-        key = (of[spec.fqn], spec.shape, spec.dtype, settings[spec.fqn], spec.attributes)
-        if key not in known:
-            known[key] = _tried(program, every, spec)
-        found[spec.fqn] = known[key]
+    known: dict[str, OptimizerSpec] = {}
+    for alike in _alike(program, every, of, names=names):
+        known |= dict.fromkeys((spec.fqn for spec in alike), _tried(program, every, alike[0]))
+    return {spec.fqn: known[spec.fqn] for spec in every if spec.fqn in known}
+
+
+def other_than_tiny(
+    program: Program,
+    every: Sequence[TensorSpec],
+    of: Mapping[str, str],
+    *,
+    kept: Mapping[str, OptimizerSpec],
+) -> set[str]:
+    """Those of the optimizers in `kept` that keep other things of tensors of the model's shapes and
+    types than these, which they keep of tiny ones: factors of large ones, more bits than the
+    parameter has."""
+    return {
+        name
+        for name, wanted in kept.items()
+        if not all(
+            _keeps(program, every, alike[0], wanted=wanted)
+            for alike in _alike(program, every, of, names=[name])
+        )
+    }
+
+
+def _keeps(
+    program: Program, every: Sequence[TensorSpec], spec: TensorSpec, *, wanted: OptimizerSpec
+) -> bool:
+    """Entries of its shape and type, scalars, and nothing else; also where nobody can know."""
+
+    def same(state: Mapping[Any, Any]) -> bool:
+        there = {key: value for key, value in state.items() if value is not None}
+        return there.keys() == {*wanted.entries, *wanted.scalars} and all(
+            isinstance(value, torch.Tensor)
+            and (
+                (tuple(value.shape), str(value.dtype)) == (spec.shape, f"torch.{spec.dtype}")
+                if key in wanted.entries
+                else not value.ndim
+            )
+            for key, value in there.items()
+        )
+
+    try:
+        _, found = _stepped(program, every, spec, read=lambda states: all(map(same, states)))
+    except Exception:  # noqa: BLE001 - a boundary: any optimizer may raise anything
+        return True
     return found
+
+
+def _alike(
+    program: Program, every: Sequence[TensorSpec], of: Mapping[str, str], *, names: Sequence[str]
+) -> list[list[TensorSpec]]:
+    """Parameters of these optimizers, of which all of a list have one shape, type, settings
+    and attributes."""
+    settings = _settings(program, every)
+    found: dict[Any, list[TensorSpec]] = {}
+    for spec in (spec for spec in every if of[spec.fqn] in names):
+        key = (of[spec.fqn], spec.shape, spec.dtype, settings[spec.fqn], spec.attributes)
+        found.setdefault(key, []).append(spec)
+    return [*found.values()]
 
 
 def _settings(program: Program, every: Sequence[TensorSpec]) -> dict[str, int]:
@@ -69,30 +121,40 @@ def _tried(program: Program, every: Sequence[TensorSpec], spec: TensorSpec) -> O
     name = made.of[spec.fqn]
     who = f"optimizer {shown(name, made.each[name])}"
     try:
-        try:
-            counted, (form, owned) = _noted(program, every, spec, device="meta")
-        except ProgramError:
-            raise
-        except Exception as error:  # a boundary: any optimizer may raise anything
-            if prod(spec.shape) > REAL_MOST:
-                raise ProgramError(
-                    f"what it keeps for {spec.fqn} {list(spec.shape)} cannot be known before its "
-                    "first step, which fails on tensors without values "
-                    f"({type(error).__name__}: {line_of(error)})"
-                ) from error
-            with torch.random.fork_rng(devices=[]):
-                counted, (form, owned) = _noted(program, every, spec, device="cpu")
+        flop, (form, owned) = _stepped(program, every, spec, read=form_of)
     except ProgramError as error:
         raise ProgramError(f"{who}: {error}") from error
-    flop = float(round(counted.flop / STEPS))
-    return OptimizerSpec(name=name, owned=owned, form=form.text(), flop=flop)
+    return OptimizerSpec(name=name, owned=owned, form=form.text(), flop=float(round(flop / STEPS)))
 
 
-def _noted(
-    program: Program, every: Sequence[TensorSpec], spec: TensorSpec, *, device: str
-) -> tuple[WithoutValues, tuple[StateForm, tuple[OwnedEntry, ...]]]:
-    with WithoutValues() as counted:
-        return counted, form_of(_states(program, every, spec, device=device))
+def _stepped(
+    program: Program,
+    every: Sequence[TensorSpec],
+    spec: TensorSpec,
+    *,
+    read: Callable[[Iterator[Mapping[Any, Any]]], T],
+) -> tuple[float, T]:
+    """FLOPs of the steps, and what `read` makes of the states after each. Raises ProgramError where
+    they cannot be made without values, and the tensor is large."""
+
+    def on(device: str) -> tuple[float, T]:
+        with WithoutValues() as counted:
+            found = read(_states(program, every, spec, device=device))
+        return counted.flop, found
+
+    try:
+        return on("meta")
+    except ProgramError:
+        raise
+    except Exception as error:  # a boundary: any optimizer may raise anything
+        if prod(spec.shape) > REAL_MOST:
+            raise ProgramError(
+                f"what it keeps for {spec.fqn} {list(spec.shape)} cannot be known before its "
+                "first step, which fails on tensors without values "
+                f"({type(error).__name__}: {line_of(error)})"
+            ) from error
+        with torch.random.fork_rng(devices=[]):
+            return on("cpu")
 
 
 def _states(
