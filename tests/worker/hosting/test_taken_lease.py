@@ -47,7 +47,7 @@ class EndedBehindTheSign(LocalStorage):
         main = threading.main_thread().ident
         if written and b'"n": 0' in data and main is not None:
             signal.pthread_kill(main, signal.SIGINT)
-            time.sleep(0.1)
+            time.sleep(0.1)  # sleeps: storage that is slow behind the sign is the subject
         return written
 
 
