@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,9 +186,9 @@ def _waited_for(take: Callable[[], Lease], where: str, run: str) -> Lease:
             lease.release()
 
     thread = threading.Thread(target=work, name="lease-begin", daemon=True)
-    thread.start()
     text = "run '%s': %s has not answered after %.0f s, or a driver before it may live: %s"
     try:
+        thread.start()
         if not wait([answer], TELL_AFTER_S).done:
             log.warning(text, run, where, TELL_AFTER_S, f"waits {TAKE_MOST_S:.0f} s at most")
         if not wait([answer], TAKE_MOST_S).done:
@@ -199,7 +199,8 @@ def _waited_for(take: Callable[[], Lease], where: str, run: str) -> Lease:
         return answer.result()
     except BaseException:
         if answer.cancel():
-            thread.join(LEFT_MOST_S)
+            with suppress(RuntimeError):  # it has not begun
+                thread.join(LEFT_MOST_S)
         elif answer.exception() is None:
             answer.result().release()
         raise
