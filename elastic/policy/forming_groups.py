@@ -9,7 +9,7 @@ where that is not there, they are made in the pause.
 
 from __future__ import annotations
 
-from elastic.policy.plans import gpu_bytes, on_gpus
+from elastic.policy.pools.gpu_memory import gpu_bytes, on_gpus
 from elastic.policy.state.state import Forming, State, standing_of
 from elastic.reshard.communicators import CONTEXT_BYTES, messages_bytes, running_bytes, set_up_bytes
 from elastic.text import gib

@@ -3,7 +3,7 @@ and the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -18,6 +18,7 @@ from elastic.planner.node_sets import LayoutLimits
 from elastic.policy import restarts, transition_cost
 from elastic.policy.copies import cadence, replica_placement
 from elastic.policy.faults import refused_layouts
+from elastic.policy.pools.gpu_memory import gpu_bytes
 from elastic.policy.speed import measured_steps, speeds
 from elastic.policy.state.state import State
 from elastic.text import n_of
@@ -187,23 +188,6 @@ def not_planned(state: State, choice: Choice) -> str:
     slower = "slower at the measured speeds"
     why = next(named, "").removeprefix(f"{planned.layout}: ") or next(closed, "") or slower
     return f"not as planned ({planned.layout}): {why}"
-
-
-def gpu_bytes(state: State, pool: Pool | None) -> int:
-    """Of each GPU of the pool: as it says, else as its kind has; 0 = not known."""
-    if pool is None or pool.accelerator_type == "CPU":
-        return pool.memory_bytes_per_gpu if pool is not None else 0
-    known = (
-        profile.memory_bytes
-        for profile in state.hardware
-        if profile.accelerator_type == pool.accelerator_type
-    )
-    return pool.memory_bytes_per_gpu or next(known, 0)
-
-
-def on_gpus(state: State, nodes: Iterable[str]) -> bool:
-    """Are any of these nodes known to have GPUs?"""
-    return any(pool.accelerator_type != "CPU" for pool in state.pools_of(nodes))
 
 
 def zone_of(pool: Pool | None) -> str:

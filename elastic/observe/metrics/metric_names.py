@@ -66,7 +66,8 @@ METRICS = (
     Metric("elastic_nodes_lost_total", "counter",
            "nodes that were gone before they were released", ("pool",)),
     Metric("elastic_requests_failed_total", "counter",
-           "requests for nodes that a pool refused", ("pool",)),
+           "requests for nodes that a pool refused, and each time that fewer nodes of one are "
+           "still starting", ("pool",)),
     Metric("elastic_transitions_total", "counter", "generations entered, by cause", ("cause",)),
     Metric("elastic_transition_pause_seconds_total", "counter",
            "for which no step was made in transitions", ("cause",)),

@@ -317,7 +317,9 @@ def capacity(data: Data) -> list[str]:
                 row["layout"] or _why_not(row),
             )
         )
-    amount = f"{count(data['tokens'])} {data['model']['unit']} within {hours(data['deadline_h'])}"
+    budget = f" for {usd(data['budget_usd'])}" if data["budget_usd"] else ""
+    within = f"within {hours(data['deadline_h'])}{budget}"
+    amount = f"{count(data['tokens'])} {data['model']['unit']} {within}"
     aim = f"{amount}: the fewest nodes of each kind that make it"
     return _compared(data, [aim, *_answered(data)], rows, right=range(1, 8))
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from elastic.ledger.on_demand_price import on_demand_price
 from elastic.observe.accounting.accounts import Account
 from elastic.observe.reporting.capacity_history import CapacityHistory
 from elastic.observe.run_view import View
@@ -58,9 +59,6 @@ def against_on_demand(books: Account, history: CapacityHistory) -> OnDemand | st
         return "its nodes have no price"
     if all(pool.market_type == "on-demand" for pool in used):
         return "all nodes that trained were on-demand"
-    # brings what most runs that are looked at have no need of
-    from elastic.catalog.on_demand_price import on_demand_price
-
     found = {pool.name: on_demand_price(pool, [*history.pools.values()]) for pool in used}
     unknown = [name for name, (usd, _) in found.items() if usd is None]
     if unknown:
@@ -77,7 +75,7 @@ def against_on_demand(books: Account, history: CapacityHistory) -> OnDemand | st
 
 def against_restarts(view: View, books: Account, history: CapacityHistory) -> tuple[Restarted, ...]:
     """By each trainer that was measured; () where nothing changed, or the run restarts itself."""
-    from elastic.catalog.restart_times import CAUSES, RESTARTS  # as above
+    from elastic.catalog.restart_times import CAUSES, RESTARTS  # brings what most runs do without
 
     changes = [one for one in books.transitions if one.cause in CAUSES]
     if not changes or view.job.restarted:

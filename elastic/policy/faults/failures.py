@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.policy.faults import refused_layouts, unreached, unread_data
-from elastic.policy.plans import gpu_bytes
+from elastic.policy.pools.gpu_memory import gpu_bytes
 from elastic.policy.state.layered import less
 from elastic.policy.state.state import Failure, State
 from elastic.text import gib

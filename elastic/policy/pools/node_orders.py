@@ -11,8 +11,9 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.layout_choice import most_workers
 from elastic.policy.faults import faulty_devices, quarantine
 from elastic.policy.faults.retries import worn_out
-from elastic.policy.plans import choice_of, gpu_bytes
+from elastic.policy.plans import choice_of
 from elastic.policy.pools import drain, hard_limits, pool_allocation
+from elastic.policy.pools.gpu_memory import gpu_bytes
 from elastic.policy.pools.release import leaving, without_use
 from elastic.policy.speed.relayout import left_for
 from elastic.policy.state.state import Backoff, Request, State

@@ -29,8 +29,8 @@ from elastic.planner.cost import memory
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.planner.hetero import unequal_shares
 from elastic.planner.hetero.unequal_shares import most_that
-from elastic.policy.plans import gpu_bytes, on_gpus
 from elastic.policy.pools import hard_limits, hazard
+from elastic.policy.pools.gpu_memory import gpu_bytes, on_gpus
 from elastic.policy.speed import speeds
 from elastic.policy.speed.speeds import BAND, REMEMBERED_S, Estimate
 from elastic.policy.state.state import State, Window

@@ -14,10 +14,10 @@ from functools import partial
 from math import inf, isfinite, nan
 from typing import Any, get_args
 
-from elastic.catalog.on_demand_price import on_demand_price
 from elastic.catalog.restart_times import RAY_TRAIN
 from elastic.driver import Decide
 from elastic.errors import SpecError
+from elastic.ledger.on_demand_price import on_demand_price
 from elastic.planner.cost.model_cost import ModelCost
 from elastic.policy.decide import decide
 from elastic.sim.markets.baselines import BASELINES

@@ -96,7 +96,10 @@ def test_a_step_that_overflowed_on_some_rank_is_applied_on_none(overflowed: bool
     """This rank's own gradients are good ones; the commit says that another's are not."""
     done: list[str] = []
     state = SimpleNamespace(
-        step=1, skip=lambda: done.append("skipped"), apply=lambda *_: done.append("applied")
+        step=1,
+        skip=lambda: done.append("skipped"),
+        apply=lambda *_: done.append("applied"),
+        reached=SimpleNamespace(without=lambda gradients, _: gradients),
     )
     stepper: Any = Stepper.__new__(Stepper)
     stepper.pending, stepper.state, stepper.clip_grad_norm = Pending(1, {}, 2.0, 1.0), state, None

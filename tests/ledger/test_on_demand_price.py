@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.catalog.on_demand_price import on_demand_price
+from elastic.ledger.on_demand_price import on_demand_price
 from elastic.types import Pool
 
 

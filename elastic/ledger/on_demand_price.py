@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.catalog import instance_type
 from elastic.types import Pool
 
 
@@ -24,7 +23,9 @@ def on_demand_price(pool: Pool, pools: Sequence[Pool]) -> tuple[float | None, st
         return usd, f"${usd:,.2f} per GPU-hour, pool {alike[0].name} of this run"
     if not pool.instance_type:
         return None, ""
-    kind = instance_type(pool.instance_type)
+    from elastic import catalog  # brings what most runs that are looked at have no need of
+
+    kind = catalog.instance_type(pool.instance_type)
     price, region = kind.usd_per_h_or_elsewhere(pool.region) if kind is not None else (None, "")
     if price is None:
         return None, ""
