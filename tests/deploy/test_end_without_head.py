@@ -152,10 +152,11 @@ def head() -> Iterator[Head]:
 
 @pytest.mark.e2e
 def test_it_ends_when_the_head_is_gone_and_not_before(host: Host, head: Head) -> None:
+    """The limit is more than a busy machine keeps an answer waiting."""
     begun_s = time.monotonic()
-    host.start(head.port)
+    host.start(head.port, limit_s=6)
     until(
-        lambda: time.monotonic() - begun_s > 2.5 and head.asked > 5,
+        lambda: time.monotonic() - begun_s > 6.5 and head.asked > 5,
         "more looks than the limit allows without an answer",
     )
     assert not host.ended.exists()

@@ -353,7 +353,8 @@ class Checkpoint:
     def _sha256(self, note: FileNote, paced: Callable[[int], object]) -> str:
         digest = sha256()
         for offset in range(0, note.n_bytes, self._at_once):
-            part = self._storage.read(note.name, offset, self._at_once)
+            n = min(self._at_once, note.n_bytes - offset)
+            part = self._storage.read(note.name, offset, n)
             digest.update(part)
             paced(len(part))
         return digest.hexdigest()

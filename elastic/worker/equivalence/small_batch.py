@@ -164,9 +164,13 @@ def spread_samples(dataset: Any, n: int) -> list[dict[str, Any]]:
 def _with_a_pair(dataset: Any, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """In the place of the last one a sample of the first one's class, where no two are of one: that
     beside it, as of classes that stand in order, or another."""
-    if any(_of_one_class(one, other) for one, other in combinations(items, 2)):
+    classes = any(_of_one_class(one, one) for one in items)
+    if not classes or any(_of_one_class(one, other) for one, other in combinations(items, 2)):
         return items
+    until_s = time.monotonic() + LOOKED_AT_S
     for index in (1, *_spread(len(dataset), TRIED)):
+        if time.monotonic() > until_s:
+            break
         item = dict(item_of(dataset, index, None))
         if _of_one_class(items[0], item) and not any(_same(item, one) for one in items):
             return [*items[:-1], item]

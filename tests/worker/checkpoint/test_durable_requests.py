@@ -152,6 +152,7 @@ def test_reading_back_asks_object_storage_for_many_blobs_at_once(
 
     def read(self: LocalStorage, key: str, offset: int, length: int) -> bytearray:
         asked.append(length)
+        assert offset + length <= Path(self.uri_of(key)).stat().st_size, key
         return real(self, key, offset, length)
 
     monkeypatch.setattr(LocalStorage, "read", read)

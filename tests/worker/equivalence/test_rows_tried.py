@@ -19,6 +19,7 @@ from elastic.models.experts import MixtureOfExperts
 from elastic.program import Program
 from elastic.types import Job, Pool
 from elastic.worker.equivalence.loss_is_sum import check_before_start, check_no_rows
+from elastic.worker.equivalence.small_batch import batch_of
 from elastic.worker.program.model_profile import build_meta
 from elastic.worker.step.forward_backward import ForwardBackward
 
@@ -123,6 +124,20 @@ def test_the_length_of_a_sample_is_asked_for_once_while_that_is_found_out() -> N
     job = replace(JOB, steps=20, **AUTO | {"pools": pools})
     check_no_rows(HEADS, build_meta(HEADS), job, dataset=Counted())
     assert len(asked) <= len(Counted()) + 2  # the first sample is read with it
+
+
+def test_no_samples_are_read_in_search_of_a_pair_where_none_has_a_class() -> None:
+    read: list[int] = []
+
+    class Counted(Texts):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            read.append(index)
+            return super().__getitem__(index)
+
+    batch_of(Counted(), None)
+    alone = len(read)
+    batch_of(Counted(), None, pair=True)
+    assert len(read) == 2 * alone
 
 
 def test_a_program_that_takes_no_rows_is_right() -> None:

@@ -163,6 +163,25 @@ def test_one_that_keeps_factors_of_large_matrices_steps_whole_tensors(kind: type
     assert [one.entries for one in what_they_keep(program, small).optimizers] == [("square",)]
 
 
+def test_groups_that_differ_in_their_rates_are_tried_as_one() -> None:
+    """One for each tensor, as rates by layer are given: no more optimizers are made for more."""
+    made: list[int] = []
+
+    def optimizer(named: list[tuple[str, Any]]) -> Factored:
+        made.append(len(named))
+        return Factored([{"params": [p], "lr": 1e-3 * (1 + i)} for i, (_, p) in enumerate(named)])
+
+    program = Program(
+        model=torch.nn.Identity, loss=lambda output, batch: output.sum(), optimizer=optimizer
+    )
+    counts = []
+    for n in (4, 40):
+        made.clear()
+        what_they_keep(program, [TensorSpec(f"w{i}", (8, 16), "float32") for i in range(n)])
+        counts.append(sum(size >= n for size in made))
+    assert counts[0] == counts[1] > 0
+
+
 @pytest.mark.parametrize(
     ("states", "said"),
     [

@@ -25,6 +25,7 @@ from elastic.worker.program.owned.state_form import form_of
 
 T = TypeVar("T")
 STEPS = 3
+NO_SETTINGS = {"params", "param_names", "lr", "initial_lr"}  # what is kept is the same at each rate
 REAL_MOST = 1 << 22  # elements of a tensor that is stepped for the trial
 # FLOPs of a decomposition of an n x n matrix over n**3 (Golub and Van Loan 2013, chapters 4, 5, 8)
 PER_CUBE = {
@@ -102,11 +103,17 @@ def _alike(
 
 
 def _settings(program: Program, every: Sequence[TensorSpec]) -> dict[str, int]:
-    """Parameter -> the group of settings that it is in."""
+    """Parameter -> the settings of its group, of which groups with another rate alone have the
+    same."""
     tensors = {spec.fqn: _parameter(spec, "meta") for spec in every}
     names = {id(tensor): fqn for fqn, tensor in tensors.items()}
-    groups = Optimizers(program, every, tensors).groups
-    return {names[id(p)]: i for i, group in enumerate(groups) for p in group["params"]}
+    known: dict[str, int] = {}
+    found: dict[str, int] = {}
+    for group in Optimizers(program, every, tensors).groups:
+        said = repr(sorted((key, repr(x)) for key, x in group.items() if key not in NO_SETTINGS))
+        number = known.setdefault(said, len(known))
+        found |= dict.fromkeys((names[id(p)] for p in group["params"]), number)
+    return found
 
 
 def _parameter(spec: TensorSpec, device: str) -> nn.Parameter:
