@@ -119,7 +119,7 @@ class WorkerGroup:
     _cut: dict[str, float] = field(default_factory=dict)
     # node -> what is done then, in order
     _held: dict[str, list[Callable[[], Any]]] = field(default_factory=dict)
-    _signals: threading.Thread | None = None  # that sends the newest
+    _signals: list[threading.Thread] = field(default_factory=list)  # that send some
     _closed: bool = False
 
     # --------------------------------------------------------------------------------- who is there
@@ -418,7 +418,8 @@ class WorkerGroup:
             elif member.ray_id:
                 there.setdefault(member.ray_id, []).append(member.pid)
         if there:
-            self._signals = signal_there(there, number)
+            living = [thread for thread in self._signals if thread.is_alive()]
+            self._signals = [*living, signal_there(there, number)]
 
     def end(self, workers: Sequence[WorkerId], *, gone: bool = False) -> None:
         """Kills the processes, also stopped ones, and forgets them. `gone`: with their nodes;
@@ -451,8 +452,9 @@ class WorkerGroup:
             thread.join(max(0.0, until_s - time.monotonic()))
         if end:
             self.end(self.workers())
-        if wait and self._signals is not None:
-            self._signals.join(SIGNALS_MOST_S)
+        until_s = time.monotonic() + SIGNALS_MOST_S
+        for thread in self._signals if wait else ():
+            thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def _why(error: RayError) -> str:

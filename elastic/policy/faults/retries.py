@@ -10,7 +10,7 @@ from elastic.policy.faults.refused_layouts import unusable_layouts
 from elastic.policy.state.state import State
 
 INFRASTRUCTURE_MOST = 5  # in a row without progress
-OUTAGE_S = 300.0  # behind a step, a failing network is borne for so long, however often it is tried
+OUTAGE_S = 300.0  # behind progress a failing network is borne for so long, however often tried
 SCRIPTS_MOST = 3  # the same for the processes of a script that is restarted
 PROCESS_MOST = 3  # replacements per node and hour
 DEATHS_MOST = 8  # generations in a row without progress in which a process died, on several nodes
@@ -53,8 +53,8 @@ def gave_up(state: State) -> str:
     )
     waits = waits or (
         state.outlasts_breaks
-        and state.last_step_at_s > 0.0
-        and failure.at_s < state.last_step_at_s + OUTAGE_S
+        and not state.job.restarted
+        and 0.0 < state.progress_at_s > failure.at_s - OUTAGE_S
     )
     if failure.cause == "infrastructure" and state.retries >= most and not waits:
         tried = f"{state.retries} attempts in a row made no progress past step {state.best_step}"

@@ -170,7 +170,8 @@ def warned(state: State, node: Node) -> State:
 
 def refused(state: State, failed: RequestFailed, *, at_s: float) -> State:
     """The pool said no, or nothing at all: it is left alone, twice as long each time until it gives
-    a node. What starts for the request all the same is still expected."""
+    a node. What starts for the request all the same is still expected; less of that is no other
+    no."""
     pool, request_id = failed.pool, failed.request_id
     old, seen = state.backoff.get(pool), of(state, pool)
     most_s = BACKOFF_SPOT_S if state.spends_slack and _is_spot(state, pool) else BACKOFF_MAX_S
@@ -180,6 +181,8 @@ def refused(state: State, failed: RequestFailed, *, at_s: float) -> State:
         pool: Backoff(at_s + wait_s, wait_s, failed.reason, old.deaths if old else 0),
     }
     asked, requests = state.requests.get(request_id), less(state.requests, request_id)
+    if asked is not None and asked.failed:
+        backoff = dict(state.backoff)
     if asked is not None and failed.coming and state.expects_started:
         left = replace(asked, count=failed.coming, failed=True)
         requests = {**state.requests, request_id: left}

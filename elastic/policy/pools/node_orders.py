@@ -11,7 +11,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planner.layout_choice import most_workers
 from elastic.policy.faults import faulty_devices, quarantine
 from elastic.policy.faults.retries import worn_out
-from elastic.policy.plans import choice_of
+from elastic.policy.plans import choice_of, never
 from elastic.policy.pools import drain, hard_limits, pool_allocation
 from elastic.policy.pools.gpu_memory import gpu_bytes
 from elastic.policy.pools.release import leaving, without_use
@@ -223,11 +223,15 @@ def _have_a_plan(state: State) -> bool:
 
 
 def _too_small(state: State) -> set[str]:
-    """Pools on whose GPUs a layout did not fit, while the nodes that there are have no other."""
+    """Pools on whose GPUs a layout did not fit, while the nodes that there are have no other, where
+    all that they could give would have none, and what other pools could give has one."""
     tried = max(state.infeasible_on.values(), default=0)
     if not tried or state.phase != "waiting" or _have_a_plan(state):
         return set()
-    return {pool.name for pool in state.pools if 0 < gpu_bytes(state, pool) <= tried}
+    small = {pool.name for pool in state.pools if 0 < gpu_bytes(state, pool) <= tried}
+    large = {pool.name for pool in state.pools} - small
+    few = never(state, potential(state, but=large)), never(state, potential(state, but=small))
+    return small if few[0] is not None and few[1] is None else set()
 
 
 class _Book:
@@ -350,13 +354,14 @@ class _Book:
 
 
 @follows_from("nodes", "pools", "job", "hardware", "spends_slack")
-def potential(state: State) -> Mapping[tuple[str, int], int]:
-    """Of each pool and number of GPUs the nodes that there are and all that it could still give: if
-    no plan fits them, none ever will."""
-    nodes = [node for node in state.alive if node.status not in ("quarantined", "draining")]
+def potential(state: State, *, but: Collection[str] = ()) -> Mapping[tuple[str, int], int]:
+    """Of each pool, `but` for these, and number of GPUs the nodes that there are and all that it
+    could still give: if no plan fits them, none ever will."""
+    gone = ("quarantined", "draining")
+    nodes = [node for node in state.alive if node.status not in gone and node.pool not in but]
     found = Counter((node.pool, node.gpus) for node in nodes)
     there, bound = Counter(node.pool for node in nodes), state.job.max_nodes
-    for pool in pool_allocation.by_price(state):
+    for pool in (one for one in pool_allocation.by_price(state) if one.name not in but):
         room = max(0, pool.max_nodes - there[pool.name])
         if bound is not None:
             room = max(0, min(room, bound - found.total()))

@@ -387,6 +387,7 @@ def _stepped(state: State, plan: Plan, event: StepDone, *, at_s: float) -> State
     state = replace(
         state, **_bill(state, at_s), **_timed(state, plan, event, at_s=at_s), step=event.step,
         best_step=max(state.best_step, event.step), last_step=event, last_step_at_s=at_s,
+        progress_at_s=at_s if event.step > state.best_step else state.progress_at_s,
         retries=0 if progress else state.retries,
         left_out_behind=() if progress else state.left_out_behind,
         unread={} if progress else state.unread,

@@ -358,6 +358,7 @@ class State(Gates):
 
     retries: int = 0  # infrastructure errors in a row without progress
     retry_step: int = -1
+    progress_at_s: float = 0.0  # when a step was done that no one had done before
     # nodes on which a process died first in a generation and that had no notice and were not lost
     # with it, in a row without progress past `death_step`, and what was said of the last one
     deaths: tuple[str, ...] = ()
@@ -381,8 +382,7 @@ class State(Gates):
     n_notices: int = 0
     node_s: float = 0.0  # node-seconds so far
     process_failures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    # node -> when, and what was known
-    silences: Mapping[str, tuple[tuple[float, str], ...]] = field(default_factory=dict)
+    silences: Mapping[str, tuple[tuple[float, str], ...]] = field(default_factory=dict)  # when, why
     fatal: str = ""
     stop: StopWish | None = None
     away: StorageSeen | None = None  # storage is, as seen last

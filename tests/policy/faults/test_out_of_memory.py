@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.policy.story import Story, stopped
 
-from elastic.types import Pool, Quiesced, WorkerFailed, WorkerId
+from elastic.types import NodeLost, Pool, Quiesced, RequestFailed, WorkerFailed, WorkerId
 
 
 @pytest.mark.parametrize("larger", [True, False])
@@ -39,3 +39,27 @@ def test_a_layout_that_did_not_fit_is_tried_where_a_gpu_has_more_memory(larger: 
     for k in range(8):
         story.tick(Quiesced(WorkerId("b", k), again.generation, 0))
     assert "did not fit (79.00 GiB measured)" in stopped(story).reason
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_gpus_that_have_another_layout_are_asked_for_again(others: bool) -> None:
+    """Whatever did not fit on them once: all nodes are gone."""
+    pools = [Pool("spot", "A100", 8, "spot", 1.0, 0, 1, memory_bytes_per_gpu=40 << 30)]
+    if others:
+        pools.append(
+            Pool("large", "A100", 8, "on-demand", 9.0, 0, 1, memory_bytes_per_gpu=80 << 30)
+        )
+    story = Story(tuple(pools), layout="auto", global_batch=16)
+    story.state = replace(story.state, tries_larger=True)
+    plan = story.running("a", gpus=8)
+    failed = WorkerFailed(WorkerId("a", 0), plan.generation, "out_of_memory", "none", 39 << 30)
+    story.tick(failed)
+    for k in range(8):
+        story.tick(Quiesced(WorkerId("a", k), plan.generation, 0))
+    assert story.entered().layout != plan.layout
+    story.tick(NodeLost("a", "reclaimed"))
+    story.tick(after_s=1)
+    assert story.state.phase == "waiting"
+    story.tick(*(RequestFailed(one.pool, key, "none") for key, one in story.state.requests.items()))
+    story.tick(after_s=3600)
+    assert "spot" in {one.pool for one in story.state.requests.values()}

@@ -167,8 +167,11 @@ def test_a_node_whose_time_is_over_is_tried_again_and_goes_at_the_next_death(fla
     assert at == ([4, 5, 6] if flag else [4, 4, 4])
 
 
+@pytest.mark.parametrize("redone", [0, 1], ids=["", "a step is done again each time"])
 @pytest.mark.parametrize("flag", [True, False])
-def test_a_network_that_fails_for_minutes_behind_a_step_is_outlasted(flag: bool) -> None:
+def test_a_network_that_fails_for_minutes_behind_a_step_is_outlasted(
+    flag: bool, redone: int
+) -> None:
     made = story()
     made.state = replace(made.state, outlasts_breaks=flag)
     begun_s = made.now_s
@@ -176,9 +179,10 @@ def test_a_network_that_fails_for_minutes_behind_a_step_is_outlasted(flag: bool)
         plan = made.state.plan
         assert plan is not None
         made.tick(WorkerFailed(WorkerId("n0", 0), plan.generation, "collective", "timed out"))
-        made.quiesced(plan, {"n0": [(0, 4, "live")]})
+        made.quiesced(plan, {"n0": [(0, 4 - redone, "live")]})
         if made.state.phase != "failed":
             made.tick(after_s=(made.decisions[-1].wake_at_s or 0) - made.now_s)
             made.entered()
+            made.steps(redone)
     assert "attempts in a row" in stopped(made).reason
     assert (OUTAGE_S <= made.now_s - begun_s < OUTAGE_S + 60.0) is flag

@@ -89,7 +89,9 @@ def test_what_starts_for_a_request_that_has_failed_is_not_asked_for_again(flag: 
     if not flag:
         return
     ended = replace(failed, reason="1 of its nodes that were starting did not join", coming=4)
+    no = story.state.backoff["cheap"]
     assert orders(story.tick(ended), RequestNodes) == [RequestNodes("fixed", 1, "fixed-3")]
+    assert story.state.backoff["cheap"] == no, "it has said no once"
     story.tick(*(NodeReady(Node(name, "cheap", 2)) for name in "abcd"))
     assert all(story.state.born[name] == asked_s for name in "abcd")
     assert {one.pool for one in story.state.requests.values()} == {"fixed"}
