@@ -136,7 +136,7 @@ def test_a_plan_has_it_in_one_line(trace: str, capsys: pytest.CaptureFixture[str
     (line,) = (line for line in out.splitlines() if line.startswith("on these traces: "))
     assert "(p95 $" in line and "on demand $" in line and "starts" not in line
     assert "--calibrate RUN takes those of a run" in out.partition("on these traces: ")[2]
-    validations = "validations, of 240 samples every 65 steps (eval_samples, eval_every)"
+    validations = "validations, of at most 240 samples every 65 steps (eval_samples, eval_every)"
     assert f"note: {validations}, make it 5% longer" in out
 
 

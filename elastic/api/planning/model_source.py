@@ -268,10 +268,13 @@ def _of_spec(
             f"{model.sample.tokens} tokens"
         )
         notes = (*notes, like)
+    own = even if unequal else spec.job()
+    if not spec.script and program.validation is None and own.data.validation is None:
+        own = replace(own, eval_every=0)  # a run makes none
     return Subject(
         spec.name,
         model,
-        even if unequal else spec.job(),
+        own,
         pools,
         spec.steps,
         notes,

@@ -187,9 +187,10 @@ def _validations(job: Job) -> list[str]:
     more = dollars.validating(job)
     if more < WORTH_SAYING:
         return []
+    samples, steps = n_of(job.eval_samples, "sample"), n_of(job.eval_every, "step")
     return [
-        f"validations, of {n_of(job.eval_samples, 'sample')} every {n_of(job.eval_every, 'step')} "
-        f"(eval_samples, eval_every), make it {more:.0%} longer: hours and dollars of the whole "
+        f"validations, of at most {samples} every {steps} "
+        "(eval_samples, eval_every), make it {more:.0%} longer: hours and dollars of the whole "
         "job have that, a step does not"
     ]
 

@@ -19,7 +19,7 @@ from elastic.sim.markets.tick_world import Choose, Mode, TickView
 SLICES = 10  # of the time until the deadline
 RESTART_S = RAY_TRAIN.by_cause["loss"]  # from a kill to the next step
 DELTA = 0.05  # of what an hour is worth, below which SkyNomad stays where it is
-PRIOR_TICKS = 12.0  # that a node is believed to last where none has been seen to end
+PRIOR_H = 2.0  # that a node is believed to last where none has been seen to end
 
 
 def on_demand_only(view: TickView) -> tuple[Mode, int]:
@@ -102,12 +102,16 @@ class SkyNomad:
     lived: dict[int, list[int]] = field(default_factory=dict)  # zone -> ticks, in order
     _since: dict[int, int] = field(default_factory=dict)
     _home: int | None = None  # the zone that holds the state
+    prior_ticks: float = 12.0
+    _rests: dict[int, list[float]] = field(default_factory=dict)  # zone -> by age, until one ends
 
     def __call__(self, view: TickView) -> tuple[Mode, int]:
+        self.prior_ticks = PRIOR_H * 3600 / view.world.tick_s
         for zone in view.spot:
             self._since.setdefault(zone, view.tick)
         for zone in [zone for zone in self._since if zone not in view.spot]:
             insort(self.lived.setdefault(zone, []), view.tick - self._since.pop(zone))
+            self._rests.pop(zone, None)
         mode, zone = self._best(view)
         self._home = zone if mode == "spot" else self._home
         return mode, zone
@@ -148,14 +152,16 @@ class SkyNomad:
         Nelson-Aalen hazards give, beyond which those who are older than any that was seen to end
         last as long again."""
         lives, age = self.lived.get(zone, []), tick - self._since[zone]
-        rest, survival = 0.0, 1.0
         if not lives or lives[-1] <= age:
-            return max(PRIOR_TICKS, float(age))
-        for at in range(age, lives[-1]):
-            ended = bisect_right(lives, at)
-            survival *= exp(-(bisect_right(lives, at + 1) - ended) / (len(lives) - ended))
-            rest += survival
-        return rest + survival * max(PRIOR_TICKS, float(lives[-1]))
+            return max(self.prior_ticks, float(age))
+        if (rests := self._rests.get(zone)) is None:
+            rests = [0.0] * lives[-1] + [max(self.prior_ticks, float(lives[-1]))]
+            for at in range(lives[-1] - 1, -1, -1):
+                ended = bisect_right(lives, at)
+                hazard = (bisect_right(lives, at + 1) - ended) / (len(lives) - ended)
+                rests[at] = exp(-hazard) * (1 + rests[at + 1])
+            self._rests[zone] = rests
+        return rests[age]
 
 
 @dataclass(frozen=True)

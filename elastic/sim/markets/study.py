@@ -320,6 +320,8 @@ def _baseline(study: Study, start_at_s: float, name: str) -> PolicyTrial:
         most *= 2
     wall_s = world.deadline_s if found.done_s is None else found.done_s
     usd = found.usd + study.head_usd(wall_s)
+    if name == "skynomad" and not isfinite(study.on_demand_usd_per_h):
+        usd = nan  # its rule weighs that price
     goodput = study.subject.productive * found.busy_share
     return PolicyTrial(usd, wall_s, found.done_s is not None, goodput, found.starts)
 

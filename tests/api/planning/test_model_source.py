@@ -57,6 +57,18 @@ def test_a_job_with_its_pools(tmp_path: Path) -> None:
         machines_of(found, {"aa": 2})
 
 
+def test_validations_are_counted_where_there_is_something_to_validate_with(tmp_path: Path) -> None:
+    text = "steps: 10\nglobal_batch: 8\neval_every: 2\n"
+    (tmp_path / "bare").mkdir()
+    folder = job(tmp_path / "bare", "tiny_bare.py", text)
+    own = "from dataclasses import replace\nimport tiny\nprogram = replace(tiny.program, validation=None)\n"
+    (folder / "program.py").write_text(own)
+    bare = of_job(str(folder), [])
+    assert bare.job.eval_every == 0
+    found = of_job(str(job(tmp_path, "tiny.py", text)), [])
+    assert found.job.eval_every == 2
+
+
 @pytest.mark.slow
 def test_a_cluster_file_says_the_floor_and_the_price_of_the_head(tmp_path: Path) -> None:
     """As in a run there: where the job does not say them itself."""

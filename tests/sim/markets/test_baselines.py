@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from math import exp, prod
+from operator import mul
+from time import process_time
 
 import pytest
 
-from elastic.sim.markets.baselines import BASELINES, PRIOR_TICKS, SkyNomad
+from elastic.sim.markets.baselines import BASELINES, SkyNomad
 from elastic.sim.markets.tick_world import Mode, TickView, TickWorld, play
 
 TICK_S = 300.0
@@ -30,8 +34,19 @@ def test_a_life_that_others_had_is_expected_by_its_age() -> None:
     rule = SkyNomad({0: [2, 2, 2, 10]}, {0: 0})
     young, older = rule.lasts_ticks(0, 0), rule.lasts_ticks(0, 3)
     assert 4.0 < young < 9.0 and older > young
-    assert SkyNomad({}, {0: 0}).lasts_ticks(0, 0) == PRIOR_TICKS
+    assert SkyNomad({}, {0: 0}).lasts_ticks(0, 0) == SkyNomad().prior_ticks
     assert SkyNomad({}, {0: 0}).lasts_ticks(0, 50) == 50, "none has ended: as long again"
+
+
+def test_a_life_of_many_ticks_is_asked_for_as_fast() -> None:
+    """In each tick, of each zone: what is known of all ages is kept until a life ends."""
+    rule = SkyNomad({0: [*range(1, 20_000)]}, {0: 0})
+    began_s = process_time()
+    assert all(rule.lasts_ticks(0, tick) > 0 for tick in range(20_000))
+    assert process_time() - began_s < 2.0
+    found = rule.lasts_ticks(0, 10_000)
+    ends = [exp(-1 / (19_999 - at)) for at in range(10_000, 19_999)]
+    assert found == pytest.approx(sum(accumulate(ends, mul)) + prod(ends) * 19_999, rel=1e-6)
 
 
 def test_the_zone_whose_nodes_last_is_chosen() -> None:

@@ -260,6 +260,7 @@ def test_dollars_that_nobody_knows_are_none() -> None:
     own, fixed = found["elastic"], found["on-demand"]
     assert own.cost_usd is not None and own.cost_vs_on_demand is None
     assert fixed.cost_usd is None and fixed.cost_vs_bound is None and fixed.deadline_misses == 0
+    assert found["skynomad"].cost_usd is None, "its rule weighs that price"
     assert own.cost_vs_bound is not None and own.cost_vs_bound.median >= 1
     sold = replace(spot, instance_type="m5.2xlarge", region="us-east-1", usd_per_node_h=0.1)
     saved = summary(carried_out(of_gpus(sold), processes=1))["elastic"].cost_vs_on_demand
