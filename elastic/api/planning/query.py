@@ -190,7 +190,7 @@ def _validations(job: Job) -> list[str]:
     samples, steps = n_of(job.eval_samples, "sample"), n_of(job.eval_every, "step")
     return [
         f"validations, of at most {samples} every {steps} "
-        "(eval_samples, eval_every), make it {more:.0%} longer: hours and dollars of the whole "
+        f"(eval_samples, eval_every), make it {more:.0%} longer: hours and dollars of the whole "
         "job have that, a step does not"
     ]
 
