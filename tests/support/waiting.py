@@ -11,6 +11,8 @@ from elastic.worker.process.doing import innermost_frames
 
 T = TypeVar("T")
 WITHIN_S = 300.0  # for hangs only: far above what anything takes on a busy machine
+# the same where hosts boot, set up and import torch at once, and one that was too slow is replaced
+HOSTS_S = 1200.0
 FIRST_S, LOOK_S = 0.001, 0.01  # pauses between looks: each twice the one before, up to LOOK_S
 SHARE = 0.2  # of a core, at most, that a look may take from what is looked at
 

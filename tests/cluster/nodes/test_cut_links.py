@@ -16,7 +16,7 @@ import pytest
 from support.cluster.routed_hosts import BUCKET, HEAD, STORAGE, RoutedHosts, missing
 from support.e2e.runs import SLOW, events, job, plans, undisturbed
 from support.places import PROGRAMS
-from support.waiting import WITHIN_S, until
+from support.waiting import HOSTS_S, until
 
 from elastic.ledger.journal import Line, read
 from elastic.ledger.lease import Times
@@ -24,7 +24,7 @@ from elastic.scenarios.judge import wrong
 from elastic.scenarios.kept_steps import kept
 from elastic.types import CopyStored, NodeLost, NodesMute, PlanEntered, StepDone
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(3600)]
 NODES = ("node-a", "node-b", "node-c")
 POOL = {"name": "spot", "market_type": "spot", "gpus_per_node": 1, "max_nodes": len(NODES)}
 LAYOUTS = {n: f"dp_shard={n}" for n in (3, 2, 1)}
@@ -32,7 +32,6 @@ NAME, STEPS = "cut", 100_000  # it is stopped when all scenes were played
 PAUSE_S = 0.5  # of a step, so that the journal stays short
 OF_A_RUN = ("ray::Worker", "ray::NodeWatcher")  # processes of the cluster that are a run's
 ALONE_S = 12.0
-START_MOST_S = 900.0  # three nodes, each of which imports torch, on a busy machine
 
 
 @dataclass
@@ -72,7 +71,7 @@ class Run:
     def mute(self) -> list[NodesMute]:
         return events(self.lines(), NodesMute)
 
-    def until(self, done: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> None:
+    def until(self, done: Callable[[], Any], what: str, within_s: float = HOSTS_S) -> None:
         def look() -> Any:
             assert self.process.poll() is None, self.said()
             return done()
@@ -111,7 +110,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def all_from_storage(run: Run) -> None:
     """For longer than the lease: nobody is lost, training continues, and a checkpoint is stored
     afterwards."""
-    run.until(lambda: run.members() == set(NODES), "the first plan", START_MOST_S)
+    run.until(lambda: run.members() == set(NODES), "the first plan")
     run.trains(*NODES)
     at, generation, since_s = run.step(), len(plans(run.lines())), time.monotonic()
     run.hosts.cut([STORAGE], [HEAD, *NODES])

@@ -11,7 +11,7 @@ from support.cluster.autoscaled import Inside
 from support.cluster.aws_hosts import SETUP, missing
 from support.places import TESTS
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(3600)]
 LONG = [pytest.param(scene, marks=pytest.mark.whole) for scene in ("killed", "cut")]  # minutes each
 
 

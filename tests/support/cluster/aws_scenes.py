@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from support.cluster.aws_hosts import BUCKET, Aws, Host, answers
 from support.places import ROOT
-from support.waiting import WITHIN_S, until
+from support.waiting import HOSTS_S, WITHIN_S, until
 
 from elastic.ledger.journal import Line, read
 from elastic.types import DrainNode, EnterPlan, Event, NodeLost, Notice, PlanEntered, StepDone
@@ -241,7 +241,7 @@ class Stagehand:
     def draining(self) -> dict[str, int]:
         return dict(self.ray_state().get_draining_nodes())
 
-    def until(self, done: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> None:
+    def until(self, done: Callable[[], Any], what: str, within_s: float = HOSTS_S) -> None:
         def look() -> Any:
             if not self.drives() and self.driven:
                 raise AssertionError(f"the job ended while it was waited for: {what}")
