@@ -447,14 +447,17 @@ class WorkerGroup:
             self._reach(float("inf"))
         for _ in self._starters:
             self._starting.put(None)
-        until_s = time.monotonic() + STARTERS_MOST_S
-        for thread in self._starters if wait else ():
-            thread.join(max(0.0, until_s - time.monotonic()))
+        _wait_for(self._starters if wait else (), STARTERS_MOST_S)
         if end:
             self.end(self.workers())
-        until_s = time.monotonic() + SIGNALS_MOST_S
-        for thread in self._signals if wait else ():
-            thread.join(max(0.0, until_s - time.monotonic()))
+        _wait_for(self._signals if wait else (), SIGNALS_MOST_S)
+
+
+def _wait_for(threads: Iterable[threading.Thread], most_s: float) -> None:
+    """Until they have ended, all of them together for so long at most."""
+    until_s = time.monotonic() + most_s
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def _why(error: RayError) -> str:

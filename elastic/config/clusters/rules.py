@@ -281,6 +281,7 @@ def _own_hosts(spec: ClusterSpec) -> Iterator[Problem]:
             what = "Ray opens its folder, /tmp/ray, to every user of the host (mode 0777)"
             right = "ray start --temp-dir=... within a folder of mode 0700, as on_premises.yaml has"
             yield Problem((key,), what, right, True)
+    key = "worker_start_ray_commands"
     commands = " ".join(_command_list(spec.data, key))
     if END_SCRIPT in commands and not azure_rules.OWN_END.search(commands):
         what = "hosts of your own switch themselves off once the cluster is gone"

@@ -227,9 +227,13 @@ def _asked(data: Data) -> list[str]:
     """What is to be trained, by when and for how much."""
     if not data["tokens"]:
         return []
+    return [f"{_amount(data)}:"]
+
+
+def _amount(data: Data) -> str:
     within = f" within {hours(data['deadline_h'])}" if data["deadline_h"] else ""
     budget = f" for {usd(data['budget_usd'])}" if data["budget_usd"] else ""
-    return [f"{count(data['tokens'])} {data['model']['unit']}{within}{budget}:"]
+    return f"{count(data['tokens'])} {data['model']['unit']}{within}{budget}"
 
 
 def _over(row: Data, data: Data) -> list[str]:
@@ -317,10 +321,7 @@ def capacity(data: Data) -> list[str]:
                 row["layout"] or _why_not(row),
             )
         )
-    budget = f" for {usd(data['budget_usd'])}" if data["budget_usd"] else ""
-    within = f"within {hours(data['deadline_h'])}{budget}"
-    amount = f"{count(data['tokens'])} {data['model']['unit']} {within}"
-    aim = f"{amount}: the fewest nodes of each kind that make it"
+    aim = f"{_amount(data)}: the fewest nodes of each kind that make it"
     return _compared(data, [aim, *_answered(data)], rows, right=range(1, 8))
 
 

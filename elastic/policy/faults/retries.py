@@ -54,7 +54,7 @@ def gave_up(state: State) -> str:
     waits = waits or (
         state.outlasts_breaks
         and not state.job.restarted
-        and 0.0 < state.progress_at_s > failure.at_s - OUTAGE_S
+        and state.progress_at_s > max(0.0, failure.at_s - OUTAGE_S)
     )
     if failure.cause == "infrastructure" and state.retries >= most and not waits:
         tried = f"{state.retries} attempts in a row made no progress past step {state.best_step}"

@@ -173,16 +173,14 @@ def refused(state: State, failed: RequestFailed, *, at_s: float) -> State:
     a node. What starts for the request all the same is still expected; less of that is no other
     no."""
     pool, request_id = failed.pool, failed.request_id
-    old, seen = state.backoff.get(pool), of(state, pool)
-    most_s = BACKOFF_SPOT_S if state.spends_slack and _is_spot(state, pool) else BACKOFF_MAX_S
-    wait_s = min(most_s, old.wait_s * 2) if old else BACKOFF_S
-    backoff = {
-        **state.backoff,
-        pool: Backoff(at_s + wait_s, wait_s, failed.reason, old.deaths if old else 0),
-    }
+    seen, backoff = of(state, pool), state.backoff
     asked, requests = state.requests.get(request_id), less(state.requests, request_id)
-    if asked is not None and asked.failed:
-        backoff = dict(state.backoff)
+    if asked is None or not asked.failed:
+        old = backoff.get(pool)
+        most_s = BACKOFF_SPOT_S if state.spends_slack and _is_spot(state, pool) else BACKOFF_MAX_S
+        wait_s = min(most_s, old.wait_s * 2) if old else BACKOFF_S
+        no = Backoff(at_s + wait_s, wait_s, failed.reason, old.deaths if old else 0)
+        backoff = {**backoff, pool: no}
     if asked is not None and failed.coming and state.expects_started:
         left = replace(asked, count=failed.coming, failed=True)
         requests = {**state.requests, request_id: left}

@@ -334,14 +334,19 @@ class Checkpoint:
     def _at_once(self) -> int:
         return VERIFY_REMOTE_BYTES if self._storage.remote else VERIFY_BYTES
 
+    def _parts(self, name: str, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+        """Of a file, each with where it begins."""
+        for offset in range(begin, end, self._at_once):
+            n = min(self._at_once, end - offset)
+            yield offset, memoryview(self._storage.read(name, offset, n))
+
     def _verify_blobs(
         self, name: str, blobs: Sequence[BlobEntry], paced: Callable[[int], object]
     ) -> None:
         """Of such as lie one after the other."""
         hashers = [hasher_for(entry.digest) for entry in blobs]
         end = blobs[-1].offset + blobs[-1].length
-        for offset in range(blobs[0].offset, end, self._at_once):
-            part = memoryview(self._storage.read(name, offset, min(self._at_once, end - offset)))
+        for offset, part in self._parts(name, blobs[0].offset, end):
             for entry, hasher in zip(blobs, hashers, strict=True):
                 at = entry.offset - offset
                 hasher.update(part[max(0, at) : max(0, at + entry.length)])
@@ -352,9 +357,7 @@ class Checkpoint:
 
     def _sha256(self, note: FileNote, paced: Callable[[int], object]) -> str:
         digest = sha256()
-        for offset in range(0, note.n_bytes, self._at_once):
-            n = min(self._at_once, note.n_bytes - offset)
-            part = self._storage.read(note.name, offset, n)
+        for _, part in self._parts(note.name, 0, note.n_bytes):
             digest.update(part)
             paced(len(part))
         return digest.hexdigest()

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 from support.policy.story import Story, stopped
 
-from elastic.types import NodeLost, Pool, Quiesced, RequestFailed, WorkerFailed, WorkerId
+from elastic.types import NodeLost, Plan, Pool, Quiesced, RequestFailed, WorkerFailed, WorkerId
+
+
+def without_memory(story: Story, plan: Plan, node: str, *, at_gib: int) -> None:
+    """The plan, of a node of eight GPUs, runs out of it."""
+    full = WorkerFailed(WorkerId(node, 0), plan.generation, "out_of_memory", "none", at_gib << 30)
+    story.tick(full)
+    for k in range(8):
+        story.tick(Quiesced(WorkerId(node, k), plan.generation, 0))
 
 
 @pytest.mark.parametrize("larger", [True, False])
@@ -20,10 +28,7 @@ def test_a_layout_that_did_not_fit_is_tried_where_a_gpu_has_more_memory(larger: 
     story = Story((small, large), layout="dp_shard=8", global_batch=16)
     story.state = replace(story.state, tries_larger=larger)
     plan = story.running("a", gpus=8)
-    failed = WorkerFailed(WorkerId("a", 0), plan.generation, "out_of_memory", "none", 39 << 30)
-    story.tick(failed)
-    for k in range(8):
-        story.tick(Quiesced(WorkerId("a", k), plan.generation, 0))
+    without_memory(story, plan, "a", at_gib=39)
     if not larger:
         assert stopped(story).outcome == "failed"
         return
@@ -34,10 +39,7 @@ def test_a_layout_that_did_not_fit_is_tried_where_a_gpu_has_more_memory(larger: 
     story.nodes("b", pool="large", gpus=8)
     again = story.entered()
     assert again.layout == plan.layout and again.nodes == ("b",)
-    failed = WorkerFailed(WorkerId("b", 0), again.generation, "out_of_memory", "none", 79 << 30)
-    story.tick(failed)
-    for k in range(8):
-        story.tick(Quiesced(WorkerId("b", k), again.generation, 0))
+    without_memory(story, again, "b", at_gib=79)
     assert "did not fit (79.00 GiB measured)" in stopped(story).reason
 
 
@@ -52,10 +54,7 @@ def test_gpus_that_have_another_layout_are_asked_for_again(others: bool) -> None
     story = Story(tuple(pools), layout="auto", global_batch=16)
     story.state = replace(story.state, tries_larger=True)
     plan = story.running("a", gpus=8)
-    failed = WorkerFailed(WorkerId("a", 0), plan.generation, "out_of_memory", "none", 39 << 30)
-    story.tick(failed)
-    for k in range(8):
-        story.tick(Quiesced(WorkerId("a", k), plan.generation, 0))
+    without_memory(story, plan, "a", at_gib=39)
     assert story.entered().layout != plan.layout
     story.tick(NodeLost("a", "reclaimed"))
     story.tick(after_s=1)

@@ -40,7 +40,7 @@ class Silent(LocalStorage):
 
 
 class EndedBehindTheSign(LocalStorage):
-    """The process is told to end while its sign of life is written; what follows takes a while."""
+    """A signal comes while its sign of life is written; what follows takes a while."""
 
     def put(self, key: str, data: bytes, if_absent: bool = False) -> bool:
         written = super().put(key, data, if_absent)
@@ -112,9 +112,7 @@ def test_storage_that_answers_late_is_taken(
     lease.release()
 
 
-def test_a_driver_that_is_told_to_end_while_it_takes_its_lease_gives_it_back(
-    tmp_path: Path,
-) -> None:
+def test_a_driver_that_a_signal_ends_while_it_takes_its_lease_gives_it_back(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         taken(EndedBehindTheSign(tmp_path / "x"), "x")
     sign = newest(LocalStorage(tmp_path / "x"))
